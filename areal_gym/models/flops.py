@@ -74,12 +74,7 @@ def training_flops(
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the device's nominal operations per second; None if unknown.
-
-    Args:
-        device_name: what `torch.cuda.get_device_name` says.
-        dtype: of the products: "bfloat16" or "float32".
-    """
+    """Return the nominal operations per second of a GPU, by its CUDA name; None if unknown."""
     peaks = _PEAKS.get(device_name)
     if peaks is None:
         return None

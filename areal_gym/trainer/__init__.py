@@ -1,1 +1,1 @@
-"""See the modules."""
+"""Training: batches, losses, optimizer, checkpoints and publication of weights."""

@@ -1,4 +1,4 @@
-"""What trainers on groups and on fixed data share: weights, optimizer, ranks and checkpoints."""
+"""The base of trainers on groups and on fixed data: weights, optimizer, ranks and checkpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PolicyTrainer:
         self._num_bad = 0
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and tensors, an adapter merged; copy them before the next step."""
+        """Yield Hugging Face names and tensors, an adapter merged; copy them before a step."""
         if self.config.lora is None:
             yield from self.decoder.published(full)
         else:
@@ -61,10 +61,9 @@ class PolicyTrainer:
         return room_for(self.decoder)
 
     def states(self) -> dict[str, Tensor]:
-        """Everything but the policy's whole weights that a checkpoint keeps, by name: live tensors.
+        """Return the live tensors that a checkpoint keeps besides the policy's weights, by name.
 
-        No random state is among it: nothing in here draws. Tasks, sampling and curriculum derive
-        their seeds from the run's seed and a group's number, which is the rollout's to keep.
+        There is no random state: seeds derive from the run's seed and a group's number.
         """
         counts = {"num_steps": self.num_steps, "num_bad": self._num_bad}
         states = {name: torch.tensor(count) for name, count in counts.items()}

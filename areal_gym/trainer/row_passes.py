@@ -33,9 +33,7 @@ class RowPasses:
     def microbatches(
         self, rows: Sequence[TokenSequence], members: Sequence[int]
     ) -> Iterator[tuple[PackedBatch, list[int], bool]]:
-        """Yield this rank's micro-batches of the rows `members`: packed, which rows, whether they
-        count (`Ranks.equal_passes`).
-        """
+        """Yield (packed rows, their places in `rows`, whether they count) of this rank's share."""
         share = self._decoder.can_share_prompts
         packed = {
             i: Row(token_ids=rows[i].token_ids, num_shared=share * rows[i].num_prompt_tokens)

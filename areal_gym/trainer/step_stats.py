@@ -1,4 +1,4 @@
-"""What the updates of a step amount to: metrics, tokens, padding, operations, memory."""
+"""Sums over the updates of a step: metrics, tokens, padding, operations, memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,8 @@ from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 class StepStats:
     """Counts the micro-batches of one step.
 
-    Passes without a gradient (proximal policy, reference, critic's values) are not counted: they
-    take time, but what they compute is not what the model needs to learn.
-
-    Args:
-        shape: of the policy.
-        device: where it is trained.
-        dtype: what it is computed in: "bfloat16" or "float32".
+    Passes without a gradient (proximal policy, reference, critic's values) are not counted: the
+    model does not need them to learn. `dtype` is that of the products: "bfloat16" or "float32".
     """
 
     def __init__(self, shape: Shape, device: torch.device, dtype: str) -> None:
@@ -114,7 +109,7 @@ class MeansByLag:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What the updates of one step share, and what they sum up."""
+    """The batch of one step, and sums over its updates."""
 
     rows: list[TokenSequence]
     columns: TokenBatch
@@ -145,15 +140,10 @@ class Step:
         num_tokens: int,
         is_first: bool,
     ) -> None:
-        """Count a micro-batch of the rows `indexes`.
+        """Add a micro-batch of the rows `indexes`, whose metrics are [T].
 
-        Args:
-            batch: the packed rows.
-            indexes: their places in the batch of the step.
-            logprobs_T: of the policy.
-            metrics: per token, [T].
-            num_tokens: of the whole update, over which the metrics are means.
-            is_first: the weights are those at the beginning of the step.
+        `num_tokens` is that of the whole update, over which metrics are means; at the first update
+        of a step, the weights are those that the engine may have sampled with.
         """
         self.work.add(batch, len(logprobs_T))
         for name, values_T in metrics.items():

@@ -177,14 +177,12 @@ class Trainer(PolicyTrainer):
         return metrics | step.work.metrics(metrics["time/train_s"], self._ranks)
 
     def trained_tokens(self) -> list[dict[str, Any]]:
-        """What the last step made of each row of its batch, for those who look at it later.
+        """Return advantages and log-probabilities of the last step's tokens, for the viewer.
 
-        Returns:
-            In order, for each row that had something to train on: `trajectory`, its trajectory's
-            place in the batch; `advantages` and `logprobs` of the tokens that the policy sampled,
-            and the mean of the former, `advantage`. Log-probabilities are of the weights that were
-            about to be updated: less the recorded ones, the logarithm of the ratio. Empty before
-            the first step.
+        Of each row with tokens to train on, in order: `trajectory`, its trajectory's place in the
+        batch; `advantages` and `logprobs` of the policy's tokens, and the mean `advantage`. The
+        log-probabilities are of the weights that were about to be updated: less the recorded ones,
+        the logarithm of the ratio. Empty before the first step.
         """
         step = self._last
         if step is None:
@@ -207,15 +205,11 @@ class Trainer(PolicyTrainer):
         return token_rows
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
-        """Log-probabilities of each row's trained tokens under the weights as they are now."""
+        """Return log-probabilities of each row's trained tokens under the current weights."""
         return self._passes.logprobs(rows)
 
     def adapter(self) -> dict[str, Tensor]:
-        """peft's names and the adapter's tensors; copy them before the next step.
-
-        Raises:
-            ConfigError: `trainer.lora` is not set.
-        """
+        """Return peft's names and the adapter's tensors; copy them before the next step."""
         if self.config.lora is None:
             raise ConfigError(
                 "all weights are trained, there is no adapter to publish",
@@ -244,7 +238,7 @@ class Trainer(PolicyTrainer):
     # ---- before the first update --------------------------------------------------------------
 
     def _columns(self, rows: list[TokenSequence], proximal: Proximal) -> TokenBatch:
-        """What is known of each token before the first update, but for its advantage."""
+        """Return the values of each token before the first update, but for its advantage."""
         columns = TokenBatch(rows, self._device)
         columns.put("old", trained(rows, "old_logprobs"))
         columns.put("versions", trained(rows, "versions"))

@@ -24,7 +24,7 @@ from areal_gym.trainer.weight_sync import weights_for
 
 _T = TypeVar("_T")
 _POLL_S = 1.0
-"""How often an engine that has lost its servers is looked at."""
+"""The pause between two looks at an engine that has lost its servers."""
 
 
 class TrainerThread:

@@ -24,19 +24,10 @@ class Attend(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Compute softmax attention, scale 1/sqrt(D); query head h uses key head h // (H // K).
+        """Compute softmax attention, [N, H, D]; query head h uses key head h // (H // K).
 
-        Args:
-            q_NHD: queries.
-            k_NKD: keys.
-            v_NKD: values.
-            window: a token attends only to itself and the `window - 1` tokens before it. Left out
-                for layers without a window.
-            softcap: scores s become c tanh(s / c); see `capped_attention`. Left out for models
-                without soft caps.
-
-        Returns:
-            [N, H, D]
+        The scale is 1/sqrt(D). With a window, a token attends only to itself and the `window - 1`
+        tokens before it. With a soft cap c, scores s become c tanh(s / c).
         """
         ...
 
@@ -51,16 +42,8 @@ def capped_attention(
 ) -> Tensor:
     """Compute attention with soft-capped scores, for which torch has no fused kernel.
 
-    Args:
-        q: [..., Q, D].
-        k: [..., K, D].
-        v: [..., K, D].
-        mask: added to the capped scores, which it must fit.
-        scale: of the scores.
-        softcap: the cap.
-
-    Returns:
-        [..., Q, D]
+    q is [..., Q, D], k and v are [..., K, D]; `mask` is added to the capped scores. Returns
+    [..., Q, D].
     """
     scores = softcapped((q @ k.transpose(-2, -1)).float() * scale, softcap) + mask
     return scores.softmax(-1).to(v.dtype) @ v

@@ -43,6 +43,8 @@ class Family:
 _QWEN_DEFAULTS = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 _GEMMA2_DEFAULTS = _GEMMA_DEFAULTS | {"sliding_window": 4096, "query_pre_attn_scalar": 256}
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GEMMA3_ROPE = {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(causal_lm_class="LlamaForCausalLM"),
@@ -78,12 +80,7 @@ FAMILIES: dict[str, Family] = {
         has_scaled_embedding=True,
         sliding_layers="alternating",
         activation="gelu_pytorch_tanh",
-        defaults=_GEMMA2_DEFAULTS
-        | {
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-            "sliding_window_pattern": 2,
-        },
+        defaults=_GEMMA2_DEFAULTS | _CAPS | {"sliding_window_pattern": 2},
     ),
     "gemma3_text": Family(
         causal_lm_class="Gemma3ForCausalLM",
@@ -93,12 +90,7 @@ FAMILIES: dict[str, Family] = {
         has_scaled_embedding=True,
         sliding_layers="alternating",
         activation="gelu_pytorch_tanh",
-        defaults=_GEMMA2_DEFAULTS
-        | {
-            "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
-            "sliding_window_pattern": 6,
-        },
+        defaults=_GEMMA2_DEFAULTS | _GEMMA3_ROPE | {"sliding_window_pattern": 6},
     ),
 }
 """The families, by `model_type`."""

@@ -11,11 +11,14 @@ from areal_gym.models.tiny.families import FAMILIES, Architecture
 from areal_gym.models.tiny.rope import RopeScaling, scaling_from_hf, scaling_to_hf
 
 _REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
+_CAPPED = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+_COPIED = (*_REQUIRED, "bos_token_id", "pad_token_id")
+_WRITTEN = (
+    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
+    *("tie_word_embeddings", "initializer_range"),
 )
 _SGLANG = "serve it with SGLang: engine.id=sglang"
 
@@ -37,13 +40,10 @@ def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
     layer_types = _layer_types(config, architecture)
     is_windowed = "sliding_attention" in layer_types
     eos = config.get("eos_token_id")
+    copied: dict[str, Any] = {key: config.get(key) for key in (*_COPIED, *_CAPPED)}
     return DecoderConfig(
         architecture=architecture,
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_hidden_layers=config["num_hidden_layers"],
-        num_attention_heads=heads,
+        **copied,
         num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=_head_dim(config, architecture),
         max_position_embeddings=config.get("max_position_embeddings", 4096),
@@ -53,14 +53,9 @@ def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
         rope_local_theta=local_theta,
         sliding_window=config["sliding_window"] if is_windowed else None,
         layer_types=layer_types if is_windowed else (),
-        query_pre_attn_scalar=config.get("query_pre_attn_scalar"),
-        attn_logit_softcapping=config.get("attn_logit_softcapping"),
-        final_logit_softcapping=config.get("final_logit_softcapping"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         initializer_range=float(config.get("initializer_range", 0.02)),
-        bos_token_id=config.get("bos_token_id"),
         eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-        pad_token_id=config.get("pad_token_id"),
     )
 
 
@@ -70,19 +65,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     content: dict[str, Any] = {
         "architectures": [family.causal_lm_class],
         "model_type": config.architecture,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "initializer_range": config.initializer_range,
-        "bos_token_id": config.bos_token_id,
+        **{key: getattr(config, key) for key in (*_COPIED, *_WRITTEN)},
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
-        "pad_token_id": config.pad_token_id,
         "hidden_act": family.activation,
         "torch_dtype": "float32",
         **_rope_to_hf(config),

@@ -1,11 +1,11 @@
 """Reads dialogues and preferences from JSON lines, and encodes them as examples.
 
-    {"messages": [...]}                                     what to say
-    {"messages": [...], "chosen": ..., "rejected": ...}     what to say rather than what
+    {"messages": [...]}                                     a dialogue
+    {"messages": [...], "chosen": ..., "rejected": ...}     a preference
 
 Messages are OpenAI's: calls of tools with their arguments as an object or as JSON text, answers of
 tools with role "tool". `chosen` and `rejected` are a text, a message or a list of messages;
-`prompt` (a text, or messages) may stand for `messages`. Both may have `tools`.
+`prompt` (a text, or messages) may stand for `messages` of a preference. Both may have `tools`.
 """
 
 from __future__ import annotations
@@ -71,27 +71,19 @@ def read_file(path: Path, *, is_preference: bool) -> list[Written | Preference]:
         tools = row.get("tools") or ()
         if not isinstance(tools, list | tuple) or not all(isinstance(t, dict) for t in tools):
             raise DataError(f"{where}: tools is {tools!r:.80}; a list of schemas is needed")
-        name = "prompt" if "prompt" in row and "messages" not in row else "messages"
-        if not is_preference:
-            if "chosen" in row:
-                raise DataError(
-                    f"{where}: it has `chosen`, so it is a preference, not a dialogue",
-                    hints=["learn from preferences with --objective dpo or --objective rm"],
-                )
-            messages = _messages(_field(row, "messages", where), f"{where}: messages", "user")
-            items.append(Written(messages=messages, tools=tools, where=where))
-            continue
-        items.append(
-            Preference(
-                messages=_messages(_field(row, name, where), f"{where}: {name}", "user"),
-                chosen=_messages(_field(row, "chosen", where), f"{where}: chosen", "assistant"),
-                rejected=_messages(
-                    _field(row, "rejected", where), f"{where}: rejected", "assistant"
-                ),
-                tools=tools,
-                where=where,
+        if is_preference:
+            start = "prompt" if "prompt" in row and "messages" not in row else "messages"
+            names = {"messages": start, "chosen": "chosen", "rejected": "rejected"}
+            sides = {key: _messages(row, name, where) for key, name in names.items()}
+            items.append(Preference(**sides, tools=tools, where=where))
+        elif "chosen" in row:
+            raise DataError(
+                f"{where}: it has `chosen`, so it is a preference, not a dialogue",
+                hints=["learn from preferences with --objective dpo or --objective rm"],
             )
-        )
+        else:
+            messages = _messages(row, "messages", where)
+            items.append(Written(messages=messages, tools=tools, where=where))
     if not items:
         raise NothingToDoError(f"{path} has no rows")
     return items
@@ -106,12 +98,9 @@ def encode(
 ) -> Encoded:
     """Encode dialogues as examples: each branch of a `Written` is one, a `Preference` is a pair.
 
-    Args:
-        data: dialogues and preferences.
-        renderer: the policy's renderer.
-        max_context: longer examples are dropped and counted, because cut ones would end early.
-        has_closing: whether rows end with the template's text after the last turn, as those of a
-            reward model do.
+    Examples longer than `max_context` are dropped and counted, because cut ones would end early.
+    With `has_closing`, rows end with the template's text after the last turn, as those of a reward
+    model do.
 
     Raises:
         DataError: an assistant message is empty, or a compared continuation branches.
@@ -121,12 +110,13 @@ def encode(
     examples: list[Example] = []
     num_too_long = 0
     for item in data:
+        encoded: list[Example]
         try:
-            encoded = (
-                [_pair(item, renderer, tail)]
-                if isinstance(item, Preference)
-                else _singles(item, renderer)
-            )
+            if isinstance(item, Preference):
+                encoded = [_pair(item, renderer, tail)]
+            else:
+                branches = transcribe(renderer, item.messages, item.tools)
+                encoded = [(TokenRow(token_ids=b.token_ids, mask=b.mask),) for b in branches]
         except DataError as error:
             raise DataError(f"{item.where}: {error}", hints=error.hints) from None
         for example in encoded:
@@ -135,13 +125,6 @@ def encode(
             else:
                 examples.append(example)
     return Encoded(examples=examples, num_too_long=num_too_long)
-
-
-def _singles(item: Written, renderer: Renderer) -> list[Example]:
-    return [
-        (TokenRow(token_ids=branch.token_ids, mask=branch.mask),)
-        for branch in transcribe(renderer, item.messages, item.tools)
-    ]
 
 
 def _pair(item: Preference, renderer: Renderer, tail: tuple[int, ...]) -> Example:
@@ -190,22 +173,20 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield where, row
 
 
-def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
+def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
+    """Parse a field: a list of messages, one message, or a plain text."""
     if name not in row:
         near = did_you_mean(name, row) or f"it has: {', '.join(row) or 'nothing'}"
         raise DataError(f"{where}: no field {name!r}", hints=[near])
-    return row[name]
-
-
-def _messages(value: Any, where: str, role: str) -> list[Message]:
-    """Parse a list of messages; a plain text becomes one message of `role`."""
+    value = row[name]
     if isinstance(value, str):
+        role = "assistant" if name in ("chosen", "rejected") else "user"
         value = {"role": role, "content": value}
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where} is {value!r:.80}; a list of messages is needed")
-    return [_message(one, f"{where}[{place}]") for place, one in enumerate(value)]
+        raise DataError(f"{where}: {name} is {value!r:.80}; a list of messages is needed")
+    return [_message(each, f"{where}: {name}[{place}]") for place, each in enumerate(value)]
 
 
 def _message(value: Any, where: str) -> Message:

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: say what was preferred rather than what was not."""
+"""Direct preference optimisation: the preferred answer becomes likelier than the other one."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ from areal_gym.trainer.objectives.supervised import Freeze, Judgement, Objective
 def preference_loss(
     margin_P: Tensor, *, kind: Literal["sigmoid", "ipo"] = "sigmoid", beta: float = 0.1
 ) -> Tensor:
-    """The loss of each pair, given by how much more its chosen row has gained on the reference.
+    """Compute the loss of each pair from its margin [P].
 
-    With h = (log p(c) - log ref(c)) - (log p(r) - log ref(r)), log-probabilities of whole rows:
+    h = (log p(c) - log ref(c)) - (log p(r) - log ref(r)), with log-probabilities of whole rows, is
+    how much more the chosen row has gained on the reference:
 
     - sigmoid: -log sigmoid(beta h) (Rafailov et al. 2023, eq. 7);
     - ipo: (h - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17; their tau is beta), which stops at a
       margin instead of pushing ever further.
-
-    Args:
-        margin_P: h of each pair.
-        kind: of loss.
-        beta: how strongly the policy is held to the reference.
     """
     if kind == "ipo":
         return (margin_P - 1 / (2 * beta)) ** 2
@@ -40,7 +36,7 @@ def preference_loss(
 
 
 def is_preferred(margin_P: Tensor) -> Tensor:
-    """1 where the chosen row is ahead, 0 where it is behind, 0.5 where nothing tells them apart."""
+    """Return 1 where the chosen row is ahead, 0 where it is behind, 0.5 where both are equal."""
     return (margin_P.detach().sign() + 1) / 2
 
 
@@ -48,12 +44,8 @@ class Dpo(Objective):
     """`preference_loss` of pairs; an example is the chosen row and the rejected row.
 
     Metrics: `accuracy` (`is_preferred`), `margin` (beta h), and `chosen` and `rejected`, beta times
-    what the policy has gained on the reference in each.
-
-    Args:
-        reference: the frozen policy, or its checkpoint directory.
-        kind: of loss.
-        beta: see `preference_loss`.
+    what the policy has gained on the reference in each. `reference` is the frozen policy, or its
+    checkpoint directory.
 
     Raises:
         ConfigError: a beta that is not above 0.
@@ -77,7 +69,7 @@ class Dpo(Objective):
         self._reference = freeze(self._reference)
 
     def num_units(self, example: Example) -> int:
-        """A pair."""
+        """Return 1: a pair has one loss."""
         return 1
 
     def __call__(
@@ -105,7 +97,7 @@ class Dpo(Objective):
 
 
 def _row_logprobs(decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
-    """[P, 2]: the log-probability of what is marked in the chosen and in the rejected rows."""
+    """Return [P, 2]: the log-probability of what is marked in the chosen and the rejected rows."""
     rows = [row for pair in examples for row in pair]
     scores = score_tokens(decoder, batch, [row.mask for row in rows])
     parts = torch.split(scores.logprobs, [row.num_marked for row in rows])

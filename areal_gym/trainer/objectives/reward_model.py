@@ -35,7 +35,7 @@ class BradleyTerry(Objective):
     heads = ("score",)
 
     def num_units(self, example: Example) -> int:
-        """A pair."""
+        """Return 1: a pair has one loss."""
         return 1
 
     def __call__(
@@ -60,10 +60,10 @@ class BradleyTerry(Objective):
 
 
 class Grader:
-    """A reward model and its renderer: dialogues in, numbers out.
+    """Grades dialogues with a reward model.
 
-    Numbers of different tasks need not be comparable: it has only learned which of two answers to
-    one prompt is better.
+    Grades of different tasks need not be comparable: the model has only learned which of two
+    answers to one prompt is better.
 
     Example::
 
@@ -77,13 +77,13 @@ class Grader:
         self._device = next(model.parameters()).device
 
     def __call__(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> float:
-        """The reward of one dialogue, which ends with what the assistant says."""
+        """Return the reward of one dialogue, which ends with the assistant's message."""
         (reward,) = self.grade([messages], tools)
         return reward
 
     @torch.no_grad()
     def grade(self, dialogues: Sequence[Sequence[Message]], tools: ToolSchemas = ()) -> list[float]:
-        """The rewards of several dialogues, in order.
+        """Return the rewards of several dialogues, in order.
 
         Raises:
             DataError: the assistant says nothing in one.
@@ -93,14 +93,14 @@ class Grader:
         for messages in dialogues:
             ids = transcribe(self._renderer, messages, tools)[-1].token_ids + tail
             examples.append((TokenRow(token_ids=ids, mask=(False,) * len(ids)),))
-        found: dict[int, float] = {}
+        by_place: dict[int, float] = {}
         for batch, places in placed_micro_batches(examples, _BUDGET, self._device):
-            found.update(zip(places, _rewards(self._model, batch).tolist(), strict=True))
-        return [found[place] for place in range(len(examples))]
+            by_place.update(zip(places, _rewards(self._model, batch).tolist(), strict=True))
+        return [by_place[place] for place in range(len(examples))]
 
 
 def load(directory: Path | str, *, device: torch.device | str = "cpu") -> Grader:
-    """The reward model of a checkpoint directory, ready to grade.
+    """Return the grader of a checkpoint directory.
 
     Raises:
         ConfigError: there is none, or it is of another kind.
@@ -110,7 +110,7 @@ def load(directory: Path | str, *, device: torch.device | str = "cpu") -> Grader
 
 
 def _rewards(decoder: PolicyModel, batch: PackedBatch) -> torch.Tensor:
-    """[B]: at the last token of each row."""
+    """Return [B]: the rewards at the last token of each row."""
     if not isinstance(decoder, RewardModel):
         raise TypeError(f"a reward model is needed, not a {type(decoder).__name__}")
     device = batch.token_ids_N.device

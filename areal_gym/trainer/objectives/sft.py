@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: say what was said."""
+"""Supervised fine-tuning: the dialogue's own tokens become likelier."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sft(Objective):
     """
 
     def num_units(self, example: Example) -> int:
-        """Its marked tokens."""
+        """Return the number of its marked tokens."""
         return sum(row.num_marked for row in example)
 
     def __call__(

@@ -36,12 +36,12 @@ Freeze = Callable[[PolicyModel | Path], PolicyModel]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What an objective says of some examples."""
+    """The losses and metrics of some examples."""
 
     loss_U: Tensor
-    """Of each unit, with gradient."""
+    """One per unit, with gradient."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """By name, one number each for whatever they are about; their means are shown."""
+    """By name, one number per token, row or example; their means are shown."""
 
 
 class Objective(ABC):
@@ -127,7 +127,7 @@ class Supervised(PolicyTrainer):
 
     @torch.no_grad()
     def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
-        """The loss and the objective's metrics on examples that are not learned from."""
+        """Return the loss and the objective's metrics on examples that are not learned from."""
         return self._measure_examples(examples, learns=False)
 
     def _measure_examples(self, examples: Sequence[Example], *, learns: bool) -> dict[str, float]:

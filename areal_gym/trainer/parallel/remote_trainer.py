@@ -67,7 +67,7 @@ class RemoteTrainer(ABC):
         return rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and the live tensors; copy them before the next step."""
+        """Yield Hugging Face names and the live tensors; copy them before the next step."""
         for name, tensor in self.decoder.state_dict().items():
             yield name, tensor.detach()
 
@@ -119,7 +119,7 @@ def _slim(group: Group) -> Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerRecipe:
-    """What every rank needs to make its trainer; picklable."""
+    """The parts from which every rank makes its trainer; picklable."""
 
     trainer_class: Callable[..., Any]
     decoder_class: type[Decoder]

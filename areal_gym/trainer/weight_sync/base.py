@@ -27,13 +27,9 @@ def weights_for(weight_sync: WeightSync, trainer: GroupTrainer) -> Weights:
 def make_weight_sync(
     engine: Engine, settings: PluginConfig, *, directory: Path, lora: LoraConfig | None = None
 ) -> WeightSync:
-    """Make the weight sync of the settings; "auto" chooses one for the engine.
+    """Make the weight sync of the settings, `trainer.weight_sync`; "auto" chooses for the engine.
 
-    Args:
-        engine: the engine that samples.
-        settings: `trainer.weight_sync`.
-        directory: where it may write.
-        lora: the settings of the trained adapter, if there is one.
+    It may write into `directory`; `lora` are the settings of the trained adapter.
 
     Raises:
         UnknownIdError: its id is not registered.

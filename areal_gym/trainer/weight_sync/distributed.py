@@ -19,7 +19,7 @@ from areal_gym.errors import EngineError
 from areal_gym.models.process_groups import join_group
 from areal_gym.trainer.base import Weights
 from areal_gym.trainer.weight_sync.base import on_all, require_remote
-from areal_gym.trainer.weight_sync.tensor import buckets
+from areal_gym.trainer.weight_sync.tensor import buckets, last_part
 from areal_gym.trainer.weight_sync.update_session import update_session
 
 _names = itertools.count()
@@ -78,7 +78,7 @@ class DistributedWeightSync:
                 try:
                     await self._send(alive, part, version if is_last else None)
                 except Exception:
-                    # Who has received what is unknown: the next publication makes a new group.
+                    # Some servers may have the part: the next publication makes a new group.
                     self._servers = []
                     raise
 
@@ -98,15 +98,13 @@ class DistributedWeightSync:
     async def _join(self, servers: Sequence[WeightServer], backend: str) -> None:
         port = _free_port(self._host)
         self._group_name = f"areal-gym-{uuid.uuid4().hex[:8]}-{next(_names)}"
-        world_size = 1 + sum(server.num_ranks for server in servers)
-        offsets = itertools.accumulate((s.num_ranks for s in servers[:-1]), initial=1)
-        offset_of = dict(zip((s.url for s in servers), offsets, strict=True))
+        *offsets, world_size = itertools.accumulate((s.num_ranks for s in servers), initial=1)
 
-        async def join(server: WeightServer) -> None:
+        async def join(server: WeightServer, offset: int) -> None:
             body = {
                 "master_address": self._host,
                 "master_port": port,
-                "rank_offset": offset_of[server.url],
+                "rank_offset": offset,
                 "world_size": world_size,
                 "group_name": self._group_name,
                 "backend": backend,
@@ -126,7 +124,7 @@ class DistributedWeightSync:
             )
 
         for failure in await asyncio.gather(
-            join_ourselves(), *(join(server) for server in servers), return_exceptions=True
+            join_ourselves(), *map(join, servers, offsets), return_exceptions=True
         ):
             if isinstance(failure, BaseException):
                 raise EngineError(
@@ -146,10 +144,8 @@ class DistributedWeightSync:
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
             "shapes": [list(tensor.shape) for _, tensor in part],
             "group_name": self._group_name,
-            "flush_cache": version is not None,
+            **last_part(version),
         }
-        if version is not None:
-            body["weight_version"] = str(version)
 
         async def receive(server: WeightServer) -> None:
             route = "/update_weights_from_distributed"

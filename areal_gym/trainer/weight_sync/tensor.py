@@ -7,8 +7,10 @@ import base64
 import io
 import pickle
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,31 +57,28 @@ class TensorWeightSync:
         parts = list(buckets(weights, self._bucket_bytes, self._dtype))
         async with self._engine.updating(version) as servers, update_session(servers) as alive:
             for index, part in enumerate(parts):
-                payload = await asyncio.to_thread(encode_bucket, part)
-                alive[:] = await on_all(
-                    alive, _Send(payload, version if index == len(parts) - 1 else None)
-                )
+                body = {
+                    "serialized_named_tensors": [await asyncio.to_thread(encode_bucket, part)],
+                    "load_format": "flattened_bucket",
+                    **last_part(version if index == len(parts) - 1 else None),
+                }
+                alive[:] = await on_all(alive, partial(_send, body))
 
     async def aclose(self) -> None:
         """Do nothing: nothing is held."""
 
 
-class _Send:
-    """Sends one bucket to a server. Only the last one sets the new version."""
+async def _send(body: dict[str, Any], server: WeightServer) -> None:
+    payloads = body["serialized_named_tensors"] * server.num_ranks
+    body = {**body, "serialized_named_tensors": payloads}
+    await server.post("/update_weights_from_tensor", body, timeout_s=_TRANSFER_S)
 
-    def __init__(self, payload: str, version: int | None) -> None:
-        self._payload = payload
-        self._version = version
 
-    async def __call__(self, server: WeightServer) -> None:
-        body = {
-            "serialized_named_tensors": [self._payload] * server.num_ranks,
-            "load_format": "flattened_bucket",
-            "flush_cache": self._version is not None,
-        }
-        if self._version is not None:
-            body["weight_version"] = str(self._version)
-        await server.post("/update_weights_from_tensor", body, timeout_s=_TRANSFER_S)
+def last_part(version: int | None) -> dict[str, Any]:
+    """Return the fields of a request that only the last part, with the new version, sets."""
+    if version is None:
+        return {"flush_cache": False}
+    return {"flush_cache": True, "weight_version": str(version)}
 
 
 def buckets(
@@ -114,18 +113,11 @@ def encode_bucket(part: Sequence[tuple[str, Tensor]]) -> str:
     start = 0
     for name, tensor in part:
         raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
-        metadata.append(
-            SimpleNamespace(
-                name=name,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                start_idx=start,
-                end_idx=start + raw.numel(),
-                numel=raw.numel(),
-            )
-        )
+        end = start + raw.numel()
+        facts = {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "numel": raw.numel()}
+        metadata.append(SimpleNamespace(**facts, start_idx=start, end_idx=end))
         flat.append(raw)
-        start += raw.numel()
+        start = end
     bucket = {"flattened_tensor": torch.cat(flat), "metadata": metadata}
     stream = io.BytesIO()
     pickle.dump(bucket, stream, protocol=pickle.HIGHEST_PROTOCOL)
