@@ -66,7 +66,7 @@ class Cluster:
 async def open_cluster(
     config: RunConfig, *, timeout_s: float = _PLACE_S
 ) -> AsyncIterator[Cluster | None]:
-    """Open the settings' Ray cluster and reserve places on it; None without `cluster.address`.
+    """Open the settings' Ray cluster and reserve places on it; None without an address.
 
     Raises:
         ConfigError: Ray is not installed.

@@ -1,12 +1,13 @@
 """SGLang servers as Ray actors: each actor starts the server's process on the machine of its place.
 
-To the engine a `PlacedServer` is what a `LaunchedServer` is: something that it starts, sees die,
-and starts again. The server ends with its actor, and the actor with the run.
+An engine starts a `PlacedServer` like a `LaunchedServer`, and starts it again when it has died. The
+server ends with its actor, and the actor with the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class PlacedServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether process and actor live; the server may still be starting."""
+        """True while process and actor live; the server may still be starting."""
         return self._serving is not None and not self._serving.done()
 
     async def reserve(self) -> None:
@@ -84,12 +85,10 @@ class PlacedServer:
             await asyncio.gather(serving, return_exceptions=True)
         if actor is None:
             return
-        try:
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
             async with asyncio.timeout(10):
                 await actor.aclose.remote()
-        except (TimeoutError, ray.exceptions.RayError):
-            pass  # its process ends with it
-        ray.kill(actor)
+        ray.kill(actor)  # the server's process ends with it
 
     def last_lines(self, limit: int = 20) -> list[str]:
         """Return the end of its log, as of its death."""
@@ -109,11 +108,8 @@ async def place_servers(
 ) -> Sequence[PlacedServer]:
     """Make servers in the places of the role "server", with their URLs; they are not started yet.
 
-    Args:
-        cluster: has the places.
-        policy: the checkpoint directory to serve; the same path on all machines.
-        num_servers: how many.
-        options: further arguments of `LaunchedServer`.
+    `policy` is a checkpoint directory, the same path on all machines; `options` are further
+    arguments of `LaunchedServer`.
 
     Raises:
         EngineError: an actor died.
@@ -133,7 +129,6 @@ class _Server:
         self._server: LaunchedServer | None = None
 
     async def prepare(self, policy: Path, url: str, options: dict[str, Any]) -> tuple[str, str]:
-        """Choose its address and its log."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -142,7 +137,6 @@ class _Server:
         return self._server.url, f"{host}:{self._server.log}"
 
     async def start(self) -> EngineError | None:
-        """Start the server; return why it failed, or an empty text."""
         assert self._server is not None
         try:
             await self._server.start()
@@ -151,18 +145,15 @@ class _Server:
         return None
 
     async def wait(self) -> list[str]:
-        """Return the end of the log, once the process has ended."""
         assert self._server is not None
         while self._server.is_running:
             await asyncio.sleep(0.25)
         return self._server.last_lines()
 
     async def process_group(self) -> int | None:
-        """The process group of the server and its children."""
         assert self._server is not None
         return self._server.process_group
 
     async def aclose(self) -> None:
-        """End the server."""
         if self._server is not None:
             await self._server.aclose()

@@ -12,7 +12,9 @@ is killed and restarted, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,17 +62,11 @@ class WorkerSetup:
 
 
 class RolloutWorkers:
-    """An `EpisodeRunner` of several processes. Start it, and close it.
-
-    Args:
-        cluster: places the workers.
-        setup: the parts of each worker.
-        num_workers: the number of workers.
-    """
+    """An `EpisodeRunner` of several processes. Start it, and close it."""
 
     def __init__(self, cluster: Cluster, setup: WorkerSetup, num_workers: int) -> None:
         self.in_flight = Occupancy()
-        """What episodes wait for is as of the last probe, half a second ago at most."""
+        """Counts of waiting episodes are as of the last probe, half a second ago at most."""
         self.num_lost = 0
         """Workers that died, or had to be killed."""
         self._cluster = cluster
@@ -165,11 +161,9 @@ class RolloutWorkers:
             seed=request.seed,
             spans=(),
             turns=(),
-            messages=(),
             stop_reason=stop_reason_of(error),
             error=str(error),
             is_lost=True,
-            metrics={},
         )
 
     async def _change(self) -> None:
@@ -193,17 +187,15 @@ class RolloutWorkers:
                 await self._run_worker(worker)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 self.num_lost += 1
-                num_failed = 0 if worker.has_started else num_failed + 1
+                num_failed = 0 if worker.pid else num_failed + 1
                 if num_failed == _MAX_FAILED_STARTS:
-                    self._give_up(
-                        InfrastructureError(
-                            f"rollout worker {index} did not start, {num_failed} times in a row: "
-                            f"{str(error).strip() or 'it did not answer'}",
-                            hints=["its log is where Ray keeps them: /tmp/ray/session_latest/logs"],
-                        )
+                    self._fatal = InfrastructureError(
+                        f"rollout worker {index} did not start, {num_failed} times in a row: "
+                        f"{str(error).strip() or 'it did not answer'}",
+                        hints=["its log is where Ray keeps them: /tmp/ray/session_latest/logs"],
                     )
             except GymError as error:
-                self._give_up(error)
+                self._fatal = error
             except asyncio.CancelledError:
                 await _close_worker(worker)
                 raise
@@ -218,7 +210,6 @@ class RolloutWorkers:
         if isinstance(started, GymError):
             raise started
         worker.pid = started
-        worker.has_started = True
         self._workers.append(worker)
         self._changed.set()
         # No worker's loop is blocked for longer than an episode may take.
@@ -238,10 +229,6 @@ class RolloutWorkers:
         self._count_waiting(worker, 0, 0)
         if worker in self._workers:
             self._workers.remove(worker)
-            self._changed.set()
-
-    def _give_up(self, error: GymError) -> None:
-        self._fatal = error
         self._changed.set()
 
     def _make(self, index: int) -> Any:
@@ -262,21 +249,19 @@ class RolloutWorkers:
 class _Worker:
     actor: Any
     pid: int = 0
-    has_started: bool = False
+    """0 until it has started."""
     num_playing: int = 0
     engine: int = 0
     env: int = 0
 
 
 async def _close_worker(worker: _Worker) -> None:
-    """Let a worker end its episodes and what they hold, if it does so soon."""
+    """Let a worker end its episodes and what they hold; if it is slow, it is killed next."""
     import ray
 
-    try:
+    with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
         async with asyncio.timeout(_END_S):
             await worker.actor.aclose.remote()
-    except (TimeoutError, ray.exceptions.RayError):
-        pass  # it is killed next
 
 
 # ---- in the worker ---------------------------------------------------------------------------
@@ -293,8 +278,6 @@ class _WorkerActor:
 
     async def start(self) -> int | GymError:
         """Make the parts; return the process id, or the error."""
-        import os
-
         setup = self._setup
         try:
             self._engine = setup.open_engine()

@@ -24,11 +24,9 @@ def is_hub_name(model: str) -> bool:
 
 
 def model_from_hub(model: str, say: Callable[[str], None]) -> Path:
-    """Return the directory of a model's files, after downloading what the cache lacks.
+    """Return the directory of the files of OWNER/NAME or OWNER/NAME@REVISION.
 
-    Args:
-        model: OWNER/NAME, or OWNER/NAME@REVISION.
-        say: called with a line before something is downloaded.
+    Files that the cache lacks are downloaded, after a line to `say`.
 
     Raises:
         ConfigError: the hub has no such model, does not give it to us, or cannot be reached.

@@ -16,6 +16,7 @@ from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpo
 from areal_gym.plugins import registry
 from areal_gym.trainer.algorithms.advantages import estimate, grpo
 from areal_gym.trainer.algorithms.losses import LossOutput, ppo_clip
+from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS
 from areal_gym.trainer.algorithms.token_advantages import gae
 from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.experience import advantage_inputs
@@ -120,18 +121,20 @@ def test_kl_loss_pulls_towards_the_reference(initial, estimator):
     torch.testing.assert_close(here, there, atol=1e-4, rtol=1e-3)
 
 
-def test_kl_reward_lowers_advantages(initial):
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_kl_reward_lowers_advantages(initial, estimator):
     """Each token pays for itself and for all that follows it."""
     far = load_checkpoint(initial)
     with torch.no_grad():
         far.lm_head_weight.mul_(1.5)
     groups = honest_logprobs(far, batch(num_groups=2))
-    trained = learner(initial, far, kl={"coefficient": 0.1, "estimator": "k1", "place": "reward"})
+    kl = {"coefficient": 0.1, "estimator": estimator, "place": "reward"}
+    trained = learner(initial, far, kl=kl)
     rows = sequences_of(groups)
     columns = trained._columns(rows, "recorded")
     trained._compute_advantages(rows, rows, columns)
     plain = estimate(grpo, advantage_inputs(rows, trained.config, 9)).advantages_T
-    kl_T = columns.all("old") - columns.all("reference")
+    kl_T = KL_ESTIMATORS[estimator](columns.all("old"), columns.all("reference"))
     assert float(kl_T.abs().max()) > 0.1
     ids = [row.trajectory_id for row in rows for _ in range(row.num_trainable)]
     for t, advantage in enumerate(columns.all("advantages").tolist()):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_gym.errors import ConfigError
 from areal_gym.trainer.algorithms.ratios import binary_kl, k1, k2, k3, ratio, sequence_mean
-from areal_gym.trainer.algorithms.reward_shaping import overlong_penalty, shape_rewards, subtract_kl
+from areal_gym.trainer.algorithms.reward_shaping import overlong_penalty, shape_rewards
 
 LOGPROB = st.floats(-12, -1e-3)
 
@@ -102,16 +102,3 @@ def test_rewards_are_shifted_then_scaled_then_clipped():
     assert shape_rewards(rewards).tolist() == rewards.tolist()
     with pytest.raises(ConfigError, match="null switches it off"):
         shape_rewards(rewards, clip=0.0)
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("k1", [0.9, 2.1]), ("k2", [0.95, 1.95])])
-def test_kl_in_the_reward_by_hand(kind, expected):
-    found = subtract_kl(
-        torch.tensor([1.0, 2.0]),
-        torch.tensor([-1.0, -3.0], requires_grad=True),
-        torch.tensor([-2.0, -2.0]),
-        coefficient=0.1,
-        kind=kind,
-    )
-    assert found.tolist() == pytest.approx(expected)
-    assert not found.requires_grad

@@ -50,10 +50,7 @@ def capped_attention(
 
 
 def causal_attend(lengths: Sequence[int]) -> Attend:
-    """Return the causal attention of concatenated sequences, each within itself. Simple, not fast.
-
-    Example: `decoder.hidden_states(ids_N, positions_N, causal_attend([5, 3]))`
-    """
+    """Return the causal attention of concatenated sequences, as in `causal_attend([5, 3])`."""
     sizes = list(lengths)
 
     def attend(

@@ -24,14 +24,8 @@ from areal_gym.models.tiny.hf_config import config_from_hf
 from areal_gym.utils.files import read_json
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "vocab.json",
-    "merges.txt",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "generation_config.json", "vocab.json", "merges.txt"),
 )
 """Files that `save_checkpoint` copies from `tokenizer_dir`, if they exist."""
 
@@ -46,8 +40,7 @@ def load_checkpoint(
 ) -> Decoder:
     """Read a checkpoint directory; `families.FAMILIES` lists the supported models.
 
-    The weights are converted one by one, whatever the file's type: it takes no more memory than the
-    decoder has in the end.
+    Weights of any type are converted one by one, without more memory than the decoder's own.
 
     Raises:
         ConfigError: no such directory, an unsupported architecture, a tensor that is missing,
@@ -103,7 +96,8 @@ def read_weights(
         ConfigError: a tensor is missing, unknown or of another shape, or a file is damaged.
     """
     config = decoder.config
-    shapes = {name: p.shape for name, p in decoder.named_parameters() if name not in without}
+    parameters = decoder.named_parameters()
+    shapes = {name: tuple(p.shape) for name, p in parameters if name not in without}
     weights: dict[str, Tensor] = {}
     unknown: list[str] = []
     for file in weight_files(path):
@@ -112,7 +106,11 @@ def read_weights(
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     if name in shapes:
                         weights[name] = tensors.get_tensor(name)
-                        _check_shape(name, weights[name].shape, shapes[name], file)
+                        if (shape := tuple(weights[name].shape)) != shapes[name]:
+                            raise ConfigError(
+                                f"{name} in {file} has shape {shape}; "
+                                f"config.json makes it {shapes[name]}"
+                            )
                     elif name not in without and not _is_redundant(name, config):
                         unknown.append(name)
         except (SafetensorError, OSError) as error:
@@ -155,14 +153,8 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint that `from_pretrained` of transformers loads.
 
-    All or nothing: it is written beside `path` and renamed when it is on the disk. An older
-    checkpoint at `path` is replaced; it is there until the new one is complete.
-
-    Args:
-        decoder: the policy, or a reward model.
-        path: the directory to be.
-        tokenizer_dir: a checkpoint whose tokenizer files are copied along.
-        extra_files: further contents by file name, as complete as the rest.
+    It appears whole (`fresh_directory`), with the tokenizer files of the checkpoint `tokenizer_dir`
+    and the contents of `extra_files` by name.
 
     Raises:
         TrainError: the disk is full or cannot be written; nothing half-written is left.
@@ -184,11 +176,7 @@ def write_checkpoint(
 ) -> None:
     """Write the files of `save_checkpoint` into an existing directory.
 
-    Args:
-        decoder: whose shape it is.
-        weights: its own, or copies of what they were.
-        directory: where the files go.
-        tokenizer_dir: a checkpoint whose tokenizer files are copied along.
+    `weights` are the decoder's own, or copies of earlier ones.
 
     Raises:
         OSError, SafetensorError: the disk is full or cannot be written.
@@ -210,8 +198,8 @@ def write_checkpoint(
 def fresh_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory beside `path`, which is renamed to it at the end of the block.
 
-    What was at `path` is there until then; when the block fails, nothing else remains. Whoever
-    writes a file in it waits until that is on the disk.
+    The old content of `path` is there until then; when the block fails, nothing else remains. A
+    caller that writes a file in it waits until that is on disk.
 
     Raises:
         TrainError: the disk is full or cannot be written.
@@ -287,13 +275,6 @@ def _read_json(file: Path, checkpoint: Path) -> Mapping[str, Any]:
         ) from None
     except DataError as error:
         raise ConfigError(error.message) from None
-
-
-def _check_shape(name: str, shape: torch.Size, expected: torch.Size, file: Path) -> None:
-    if shape != expected:
-        raise ConfigError(
-            f"{name} in {file} has shape {tuple(shape)}; config.json makes it {tuple(expected)}"
-        )
 
 
 def _is_redundant(name: str, config: DecoderConfig) -> bool:

@@ -163,14 +163,14 @@ class Layer(nn.Module):
         seen_NC = self.self_attn(self.input_layernorm(x_NC), cos_ND, sin_ND, attend, wanted_M)
         if wanted_M is not None:
             x_NC = x_NC.index_select(0, wanted_M)
-        out: Tensor
         if not self.has_output_norms:
             x_NC = x_NC + seen_NC
-            out = x_NC + self.mlp(self.post_attention_layernorm(x_NC))
-            return out
-        x_NC = x_NC + self.post_attention_layernorm(seen_NC)
-        thought_NC = self.mlp(self.pre_feedforward_layernorm(x_NC))
-        out = x_NC + self.post_feedforward_layernorm(thought_NC)
+            thought_NC = self.mlp(self.post_attention_layernorm(x_NC))
+        else:
+            x_NC = x_NC + self.post_attention_layernorm(seen_NC)
+            thought_NC = self.mlp(self.pre_feedforward_layernorm(x_NC))
+            thought_NC = self.post_feedforward_layernorm(thought_NC)
+        out: Tensor = x_NC + thought_NC
         return out
 
 
@@ -208,14 +208,11 @@ class Decoder(PolicyModel):
         self.to(dtype)
         self.to_empty(device=device)
         # No buffers: `decoder.bfloat16()` would round the frequencies.
-        self._inv_freq = rope_frequencies(
-            config.head_dim, config.rope_theta, config.rope_scaling, device
-        )
-        self._local_inv_freq: Tensor | None = None
-        if config.rope_local_theta is not None:
-            self._local_inv_freq = rope_frequencies(
-                config.head_dim, config.rope_local_theta, None, device
-            )
+        size, local_theta = config.head_dim, config.rope_local_theta
+        self._inv_freq = rope_frequencies(size, config.rope_theta, config.rope_scaling, device)
+        self._local_inv_freq = self._inv_freq
+        if local_theta is not None:
+            self._local_inv_freq = rope_frequencies(size, local_theta, None, device)
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -224,7 +221,7 @@ class Decoder(PolicyModel):
         return head
 
     def hf_changes(self) -> dict[str, Any]:
-        """The differences of its checkpoint's `config.json` from that of a policy."""
+        """Return the differences of its checkpoint's `config.json` from that of a policy."""
         return {}
 
     @property
@@ -266,8 +263,14 @@ class Decoder(PolicyModel):
         x_NC = self.model.embed_tokens(token_ids_N)
         if config.embedding_scale != 1.0:
             x_NC = x_NC * config.embedding_scale
-        tables = self._tables(positions_N, x_NC)
-        local_tables = self._local_tables(positions_N, x_NC) or tables
+        if self._inv_freq.device != x_NC.device:
+            self._inv_freq = self._inv_freq.to(x_NC.device)
+            self._local_inv_freq = self._local_inv_freq.to(x_NC.device)
+        amplitude = rope_amplitude(config.rope_scaling)
+        tables = rope_tables(self._inv_freq, positions_N, x_NC.dtype, amplitude)
+        local_tables = tables
+        if config.rope_local_theta is not None:
+            local_tables = rope_tables(self._local_inv_freq, positions_N, x_NC.dtype)
         if config.attn_logit_softcapping is not None:
             attend = functools.partial(attend, softcap=config.attn_logit_softcapping)
         for layer, window in zip(self.model.layers, config.windows, strict=True):
@@ -287,17 +290,6 @@ class Decoder(PolicyModel):
         """Map [N, C] to [N, V]."""
         (logits_NV,) = linear(hidden_NC, [self.lm_head_weight], [None])
         return softcapped(logits_NV, self.config.final_logit_softcapping)
-
-    def _tables(self, positions_N: Tensor, x_NC: Tensor) -> tuple[Tensor, Tensor]:
-        if self._inv_freq.device != x_NC.device:
-            self._inv_freq = self._inv_freq.to(x_NC.device)
-        amplitude = rope_amplitude(self.config.rope_scaling)
-        return rope_tables(self._inv_freq, positions_N, x_NC.dtype, amplitude)
-
-    def _local_tables(self, positions_N: Tensor, x_NC: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self._local_inv_freq is None:
-            return None
-        return rope_tables(self._local_inv_freq.to(x_NC.device), positions_N, x_NC.dtype)
 
 
 def build_decoder(

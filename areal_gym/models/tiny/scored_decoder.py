@@ -38,7 +38,7 @@ class RewardModel(Decoder):
         return rewards_B1.squeeze(1).float()
 
     def hf_changes(self) -> dict[str, Any]:
-        """The differences of its checkpoint's `config.json` from that of a policy."""
+        """Return the differences of its checkpoint's `config.json` from that of a policy."""
         (causal,) = config_to_hf(self.config)["architectures"]
         return {
             "architectures": [causal.replace("ForCausalLM", "ForSequenceClassification")],

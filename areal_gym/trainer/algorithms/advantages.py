@@ -55,8 +55,8 @@ class AdvantageInputs:
     rewards_G: Tensor
     group_ids_G: Tensor
     rewards_T: Tensor
-    """The reward on each policy token: a turn's reward is on its last token, 0 elsewhere (less the
-    penalties of `shaping.subtract_kl`)."""
+    """The reward on each policy token: a turn's reward is on its last token, 0 elsewhere, less
+    `penalties_T`."""
     trajectory_ids_T: Tensor
     """The trajectory of each token, ascending."""
     turn_ids_T: Tensor
@@ -73,9 +73,9 @@ class AdvantageInputs:
     past_mean: Tensor | None = None
     """[]: the running mean of `rewards_G` over earlier steps; None at the first step."""
     penalties_T: Tensor | None = None
-    """What each token costs: the KL in the reward. `estimate` takes it off `rewards_T`; where an
-    estimator does not look at those, each token's and all later penalties are taken off its
-    advantage, after normalisation."""
+    """The cost of each token: the KL in the reward (Ouyang et al. 2022, InstructGPT, eq. 2).
+    `estimate` subtracts it from `rewards_T`; where an estimator does not take those, each token's
+    and all later penalties are subtracted from its advantage, after normalisation."""
 
     @classmethod
     def from_turns(

@@ -1,8 +1,6 @@
-"""Reward shaping: what is done to rewards before an estimator sees them, in this order:
+"""Reward shaping, before an estimator sees the rewards: pure functions of [G], in float64, on CPU.
 
-    overlong penalty -> bias, scale, clip -> (the estimator's normalisation) -> KL in the reward
-
-Pure functions; rewards are [G] (trajectories) or [T] (policy tokens), in float64 on the CPU.
+overlong penalty -> bias, scale, clip -> (the estimator's normalisation) -> KL in the reward
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS, KlKind
 
 
 def overlong_penalty(
@@ -19,11 +16,8 @@ def overlong_penalty(
 ) -> Tensor:
     """Compute min(-(L - (max_length - tail)) / tail * factor, 0), to be added (DAPO, eq. 13).
 
-    Args:
-        lengths_G: generated tokens of each trajectory: the policy's, not the tools'.
-        max_length: the limit of generated tokens.
-        tail: over the last so many of them the penalty grows from 0 to `factor`. Trajectories
-            beyond `max_length` (several turns may add up) lose no more than `factor`.
+    L are the policy's tokens of each trajectory. Over the last `tail` of `max_length` tokens the
+    penalty grows from 0 to `factor`; longer trajectories (turns add up) lose no more than `factor`.
 
     Raises:
         ConfigError: a tail that is not within (0, max_length], or a negative factor.
@@ -50,20 +44,3 @@ def shape_rewards(
         raise ConfigError(f"clip = {clip} makes all rewards 0; null switches it off")
     shaped_G = (rewards_G.to("cpu", torch.float64) + bias) * scale
     return shaped_G if clip is None else shaped_G.clamp(-clip, clip)
-
-
-def subtract_kl(
-    rewards_T: Tensor,
-    logprobs_T: Tensor,
-    reference_T: Tensor,
-    *,
-    coefficient: float,
-    kind: KlKind = "k1",
-) -> Tensor:
-    """Compute r - coefficient * KL per token: the penalty for leaving the reference policy.
-
-    Ouyang et al. 2022 (InstructGPT), eq. 2, with k1. It is a constant of the step: `logprobs_T`
-    are those that sampled the tokens (recorded, or proximal), not those being trained.
-    """
-    kl_T = KL_ESTIMATORS[kind](logprobs_T.detach(), reference_T.detach())
-    return rewards_T.to("cpu", torch.float64) - coefficient * kl_T.to("cpu", torch.float64)

@@ -87,8 +87,8 @@ def reinforce_pp(
 ) -> Tensor:
     """Normalise each token's return-to-go over the batch's tokens (Hu et al. 2025, REINFORCE++).
 
-    With the penalty k1 in the reward (`shaping.subtract_kl`) it is the paper's: r minus the sum of
-    the KL from here on. There is no critic and no group.
+    With the penalty k1 in the reward (`AdvantageInputs.penalties_T`) it is the paper's: r minus the
+    sum of the KL from here on. There is no critic and no group.
     """
     return normalise(
         gae(

@@ -74,12 +74,7 @@ def problem() -> str | None:
 
 @functools.cache
 def function(name: str, arguments: str) -> Callable[..., int]:
-    """Return a compiled function.
-
-    Args:
-        name: of the function.
-        arguments: of each one its type: n(umber, 64 bits), f(loat), p(ointer).
-    """
+    """Return a compiled function of `arguments`: n(umber, 64 bits), f(loat), p(ointer)."""
     compiled: Callable[..., int] = _library()[name]
     compiled.argtypes = [_TYPES[kind] for kind in arguments]  # type: ignore[attr-defined]
     return compiled
@@ -91,12 +86,9 @@ def address(x: Tensor | None) -> int | None:
 
 
 def share_out(compute: Callable[[int, int], object], total: int, least: int = 1) -> None:
-    """Call `compute(start, stop)` for parts of `total`, on as many threads as torch uses.
+    """Call `compute(start, stop)`, which calls C, for parts of `total` on all of torch's threads.
 
-    Args:
-        compute: calls C, which needs no Python meanwhile.
-        total: of what there is to share out.
-        least: the minimum size of a part, unless `total` is smaller.
+    A part is at least `least`, unless `total` is smaller.
     """
     num_parts = max(1, min(torch.get_num_threads(), total // least))
     if num_parts == 1:

@@ -48,7 +48,7 @@ def place(
         qkv_NHD: of each token its queries, keys and values; pairs (2i, 2i + 1) are turned.
         angles_N: complex, [N, 1, D / 2].
         rows_N: the cache row of each token.
-        positions_N: where in it the token stands.
+        positions_N: the place of each token in its row.
         cache: keys and values, [2, rows, K, positions, D].
     """
     num_tokens, num_heads, dim = qkv_NHD.shape

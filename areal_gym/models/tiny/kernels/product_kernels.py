@@ -41,12 +41,9 @@ def panels(size: int, columns: int) -> Tensor:
 
 
 def packed(matrix: Tensor, *, transposed: bool, into: Tensor | None = None) -> Tensor:
-    """Pack a matrix for `multiply`, [P, I, W].
+    """Pack a float32 matrix, [I, O] or [O, I] if transposed, for `multiply`: [P, I, W].
 
-    Args:
-        matrix: float32, [I, O], or [O, I] if transposed.
-        transposed: how it lies.
-        into: from `panels`; it is returned.
+    `into`, from `panels`, is filled and returned.
     """
     matrix = matrix.contiguous()
     size, columns = matrix.shape[::-1] if transposed else matrix.shape
@@ -69,14 +66,9 @@ def multiply(
     bias: Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Multiply rows by a packed matrix, [N, O].
+    """Multiply rows by a packed matrix of O `columns`, plus the bias: [N, O].
 
-    Args:
-        x_NI: the rows.
-        packed_PIW: from `packed`.
-        columns: O.
-        bias: added to each row.
-        into: contiguous; the product is added to it, and it is returned.
+    The product is added to `into`, contiguous, which is returned.
     """
     x, (num_rows, size) = x_NI.contiguous(), x_NI.shape
     out = x.new_empty(num_rows, columns) if into is None else into
