@@ -16,16 +16,12 @@ MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 75
 MAX_LOOSE_MODULES = 12
 
-LONG_MODULES: dict[str, int] = {
-    "trainer.parallel.worker": 464,
-    "trainer.trainer": 587,
-}
+LONG_MODULES: dict[str, int] = {}
 """Modules above the limit, with the lines they may have. It may only shrink."""
 
 LONG_FUNCTIONS: dict[str, int] = {
     "runs.episodes.evaluate": 76,
     "runs.episodes.rollout": 76,
-    "trainer.trainer._update": 78,
 }
 """Functions above the limit, with the lines they may have. It may only shrink."""
 

@@ -22,17 +22,11 @@ VAGUE_WORDS = re.compile(r"\b(nobody|somebody)(?!:)\b", re.I)
 
 # Violations that are left in each top folder. They may only become fewer.
 FRAGMENTS_LEFT: dict[str, int] = {
-    "trainer": 33,
     "utils": 1,
 }
-VAGUE_NAMES_LEFT: dict[str, int] = {
-    "distributed": 1,
-    "trainer": 18,
-}
+VAGUE_NAMES_LEFT: dict[str, int] = {}
 VAGUE_WORDS_LEFT: dict[str, int] = {
-    "distributed": 1,
     "envs": 2,  # tau2's prompts, which past results were measured with
-    "trainer": 1,
     "utils": 1,
 }
 

@@ -62,8 +62,7 @@ def make_supervised_trainer(
     from areal_gym.models.tiny.scored_decoder import load_reward_model
     from areal_gym.trainer.objectives.dpo import Dpo
     from areal_gym.trainer.objectives.reward_model import BradleyTerry
-    from areal_gym.trainer.objectives.sft import Sft
-    from areal_gym.trainer.objectives.supervised import Objective, Supervised
+    from areal_gym.trainer.objectives.supervised import Objective, Sft, Supervised
 
     load: Callable[..., Any] = load_model
     objective: Objective = Sft()

@@ -36,8 +36,7 @@ from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.models.tiny.decoder import Decoder, build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.trainer.batch.examples import Example, TokenRow
-from areal_gym.trainer.objectives.sft import Sft
-from areal_gym.trainer.objectives.supervised import Supervised
+from areal_gym.trainer.objectives.supervised import Sft, Supervised
 from areal_gym.types import content_hash
 from areal_gym.utils.cache import cache_directory, readable_cache_errors
 from areal_gym.warm_start.demonstrations import (

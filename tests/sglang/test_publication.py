@@ -13,8 +13,8 @@ from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.trainer.weight_sync import make_weight_sync
+from areal_gym.trainer.weight_sync.base import update_session
 from areal_gym.trainer.weight_sync.tensor import buckets, encode_bucket
-from areal_gym.trainer.weight_sync.update_session import update_session
 from tests._support.sglang_suite import (
     PROMPT,
     TOLERANCE,

@@ -34,8 +34,8 @@ from areal_gym.trainer.algorithms.losses import (
     value_loss,
 )
 from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS
-from areal_gym.trainer.algorithms.reward_shaping import overlong_penalty
 from areal_gym.trainer.algorithms.token_advantages import gae
+from areal_gym.trainer.batch.experience import overlong_penalty
 from tests._support.paths import SHARED
 
 GOLDEN = SHARED / "golden" / "losses.json"

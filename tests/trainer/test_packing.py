@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from areal_gym.models.tiny.kernels.kernel_library import is_there
 from areal_gym.trainer.batch.bins import Row, best_fit, split_by_tokens
-from areal_gym.trainer.batch.packing import attend_blocks, pack
-from areal_gym.trainer.batch.varlen import fits_kernel
+from areal_gym.trainer.batch.packing import attend_blocks, fits_kernel, pack
 from tests._support.tiny_training import random_ids, tiny_decoder
 
 # ---- bins ------------------------------------------------------------------------------------

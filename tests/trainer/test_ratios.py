@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_gym.errors import ConfigError
 from areal_gym.trainer.algorithms.ratios import binary_kl, k1, k2, k3, ratio, sequence_mean
-from areal_gym.trainer.algorithms.reward_shaping import overlong_penalty, shape_rewards
+from areal_gym.trainer.batch.experience import overlong_penalty, shape_rewards
 
 LOGPROB = st.floats(-12, -1e-3)
 

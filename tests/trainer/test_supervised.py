@@ -17,8 +17,7 @@ from areal_gym.models.tiny.scored_decoder import RewardModel, load_reward_model
 from areal_gym.trainer.batch.examples import TokenRow, batch_of_step
 from areal_gym.trainer.objectives.dpo import Dpo, is_preferred, preference_loss
 from areal_gym.trainer.objectives.reward_model import BradleyTerry
-from areal_gym.trainer.objectives.sft import Sft
-from areal_gym.trainer.objectives.supervised import Supervised
+from areal_gym.trainer.objectives.supervised import Sft, Supervised
 from tests._support.tiny_training import CONFIG, random_ids, tiny_decoder
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError
 from areal_gym.trainer.algorithms.advantages import AdvantageInputs
-from areal_gym.trainer.algorithms.reward_shaping import overlong_penalty, shape_rewards
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 
 
@@ -95,6 +95,41 @@ def advantage_inputs(
         known["teacher_logprobs_T"] = trained(rows, "teacher_logprobs")
     group_ids = [row.group_id for row in heads]
     return AdvantageInputs.from_turns(turn_rewards, turn_lengths, group_ids, **known)
+
+
+def overlong_penalty(
+    lengths_G: Tensor, *, max_length: int, tail: int, factor: float = 1.0
+) -> Tensor:
+    """Compute min(-(L - (max_length - tail)) / tail * factor, 0), to be added (DAPO, eq. 13).
+
+    L are the policy's tokens of each trajectory. Over the last `tail` of `max_length` tokens the
+    penalty grows from 0 to `factor`; longer trajectories (turns add up) lose no more than `factor`.
+
+    Raises:
+        ConfigError: a tail that is not within (0, max_length], or a negative factor.
+    """
+    if not 0 < tail <= max_length:
+        raise ConfigError(
+            f"tail = {tail} must be above 0 and at most max_length = {max_length} tokens"
+        )
+    if factor < 0:
+        raise ConfigError(f"factor = {factor} would pay for length; 0 switches the penalty off")
+    excess_G = lengths_G.to("cpu", torch.float64) - (max_length - tail)
+    return -(excess_G / tail).clamp(0, 1) * factor
+
+
+def shape_rewards(
+    rewards_G: Tensor, *, bias: float = 0.0, scale: float = 1.0, clip: float | None = None
+) -> Tensor:
+    """Compute (r + bias) * scale, clipped to +-clip; None does not clip.
+
+    Raises:
+        ConfigError: a clip that is not above 0: it would make every reward the same.
+    """
+    if clip is not None and clip <= 0:
+        raise ConfigError(f"clip = {clip} makes all rewards 0; null switches it off")
+    shaped_G = (rewards_G.to("cpu", torch.float64) + bias) * scale
+    return shaped_G if clip is None else shaped_G.clamp(-clip, clip)
 
 
 def batch_metrics(rows: Sequence[TokenSequence], version: int) -> dict[str, float]:

@@ -7,7 +7,8 @@ when the engine samples with them; the engine itself checks the version of each 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from areal_gym.config import LoraConfig, PluginConfig
@@ -15,6 +16,10 @@ from areal_gym.engines.base import Engine, LocalEngine, RemoteEngine, WeightServ
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.plugins import registry
 from areal_gym.trainer.base import AdapterWeightSync, GroupTrainer, Weights, WeightSync
+
+_CONTROL_S = 120.0
+BROKEN_WEIGHTS = "broken"
+"""The version that a server reports after a partial transfer, so that it does not serve."""
 
 
 def weights_for(weight_sync: WeightSync, trainer: GroupTrainer) -> Weights:
@@ -84,3 +89,33 @@ async def on_all(
         if not isinstance(error, EngineError) or len(errors) == len(servers):
             raise error
     return [s for s, r in zip(servers, results, strict=True) if not isinstance(r, BaseException)]
+
+
+@asynccontextmanager
+async def update_session(servers: Sequence[WeightServer]) -> AsyncIterator[list[WeightServer]]:
+    """Begin and end an update on every server that requires it (SGLang 0.5.21 and later).
+
+    Yields the servers where it began. Failed servers are removed from the list; the engine notices
+    that they do not report the new version.
+
+    Raises:
+        EngineError: no server is left.
+    """
+
+    async def post(server: WeightServer, route: str) -> None:
+        if server.needs_update_session:
+            await server.post(route, {}, timeout_s=_CONTROL_S)
+
+    alive = await on_all(servers, lambda server: post(server, "/begin_weight_update"))
+    try:
+        yield alive
+    except BaseException:
+        # Some of the new weights are loaded, under the name of the old ones.
+        body = {"new_version": BROKEN_WEIGHTS, "abort_all_requests": False}
+        for route, content in (("/end_weight_update", {}), ("/update_weight_version", body)):
+            await asyncio.gather(
+                *(server.post(route, content, timeout_s=_CONTROL_S) for server in alive),
+                return_exceptions=True,  # the first error is the one to report
+            )
+        raise
+    await on_all(alive, lambda server: post(server, "/end_weight_update"))
