@@ -34,14 +34,10 @@ _END_S = 10.0
 
 
 class RayTrainer(RemoteTrainer):
-    """A trainer whose processes are placed by Ray.
+    """A trainer of `config.num_ranks` processes in the cluster's places of the role "rank".
 
-    Args:
-        cluster: has the places of the role "rank".
-        trainer_class: what is registered as the trainer; made in each rank.
-        decoder: the policy, on the CPU; it gets the new weights after each step.
-        config: the trainer's settings; `num_ranks` says how many ranks there are.
-        arguments: further arguments of `trainer_class`.
+    Each rank calls `trainer_class` with further `arguments`. `decoder`, on the CPU, gets the new
+    weights after each step.
 
     Raises:
         GymError: what `trainer_class` raised.

@@ -50,13 +50,9 @@ def save_trainer(
 ) -> Path:
     """Write the checkpoint of a step below `directory` and return its path.
 
-    Args:
-        trainer: what is saved; nothing else may use it before `on_copied` is called.
-        directory: of the run's checkpoints.
-        step: the number of steps that were taken.
-        tokenizer_dir: a checkpoint whose tokenizer files belong to the policy.
-        rollout_state: (JSON) says which tasks come next; `restore_trainer` gives it back.
-        on_copied: called when everything is copied: the trainer may go on.
+    Nothing else may use the trainer before everything is copied and `on_copied` is called.
+    `tokenizer_dir` is a checkpoint whose tokenizer files belong to the policy; `rollout_state`
+    (JSON), the tasks that come next, is what `restore_trainer` returns.
 
     Raises:
         TrainError: the disk is full or not writable; earlier checkpoints are as they were.

@@ -75,15 +75,15 @@ class Trainer(PolicyTrainer):
 
     Args:
         decoder: the policy; its weights are updated in place and are the float32 master weights.
+            Each rank is given the whole ones, and shards them here.
         config: the trainer's settings.
         advantage: estimator (`areal_gym list advantages`).
         loss: policy loss (`areal_gym list losses`).
         temperature: of sampling; log-probabilities are those of the sampling distribution.
-        max_new_tokens: limit of a turn: what `aggregation: constant_length` divides by, and where
-            the overlong penalty ends.
-        reference: checkpoint directory of the frozen policy that `kl` is about.
-        ranks: who else trains this policy; `decoder` holds the whole weights on each of them, and
-            is sharded here.
+        max_new_tokens: of a turn: the divisor of `aggregation: constant_length`, and the end of the
+            overlong penalty.
+        reference: checkpoint directory of the frozen policy of `kl`.
+        ranks: this process among those that train the policy.
 
     Raises:
         ConfigError: arguments that loss or estimator do not take, weights that are not float32, or
@@ -130,11 +130,9 @@ class Trainer(PolicyTrainer):
 
     @readable_memory_errors()
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
-        """Train on a batch once and return its metrics.
+        """Train once on scored groups, in any order, and return the metrics.
 
-        Args:
-            groups: scored groups. Their order does not matter.
-            version: the policy version of the current weights, for staleness.
+        `version` is that of the current weights, for staleness.
 
         Raises:
             NotFiniteError: advantages are not finite, or the loss or its gradient was not several

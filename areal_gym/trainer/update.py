@@ -30,8 +30,7 @@ _POLL_S = 1.0
 class TrainerThread:
     """Runs a trainer's calls one after the other, beside the event loop.
 
-    Args:
-        num_threads: threads of torch, whose number belongs to the thread that sets it.
+    torch's number of threads belongs to the thread that sets it.
     """
 
     def __init__(self, num_threads: int = 1) -> None:
@@ -55,11 +54,7 @@ class TrainerThread:
 class WeightPublisher:
     """Publishes a trainer's weights to an engine, which may lose its servers for a while.
 
-    Args:
-        weight_sync: brings weights to the engine.
-        trainer: has the weights.
-        engine: samples with them.
-        outage_patience_s: how long a publication waits for a server to come back.
+    A publication waits `outage_patience_s` for a server to come back.
     """
 
     def __init__(

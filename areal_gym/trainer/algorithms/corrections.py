@@ -58,20 +58,13 @@ def correct(
         sequence mask      level="sequence", action="mask" (Liu et al. 2025, "When Speed Kills
                            Stability"; here by the geometric mean)
 
-    Args:
-        proximal_T: log-probabilities of the policy at the start of the step.
-        old_logprobs_T: log-probabilities recorded while sampling.
-        sequence_ids_T: the sequence of each token, 0-based, without gaps.
-        level: `sequence` gives all tokens of a sequence the geometric mean of their weights, and
-            one measure.
-        action: outside of the bounds, `truncate` uses the nearer bound as weight, and `mask` 0.
-        upper: None switches the bound off.
-        lower: None switches the bound off.
-        measure: the bounded value: the weight w itself, or for masks a divergence of
-            log w = prox - old. k1 = log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w (unbiased for
-            KL(old || prox)), `binary_kl` that of "this token" against "any other".
-        statistic: combines the tokens of a sequence. The mean of ratios is their geometric mean,
-            the sum their product, which grows with the length.
+    Sequence ids are 0-based, without gaps. `level="sequence"` gives all tokens of a sequence the
+    geometric mean of their weights, and one measure. Outside of the bounds (None: no bound),
+    `truncate` uses the nearer bound as weight, and `mask` 0. `measure` is the bounded value: the
+    weight w itself, or for masks a divergence of log w = prox - old: k1 = log w,
+    k2 = (log w)^2 / 2, k3 = w - 1 - log w (unbiased for KL(old || prox)), `binary_kl` that of "this
+    token" against "any other". `statistic` combines the tokens of a sequence: the mean of ratios is
+    their geometric mean, the sum their product, which grows with the length.
 
     Raises:
         ConfigError: bounds that hold nothing, or settings that contradict each other.

@@ -3,8 +3,7 @@
     examples -> [micro-batch -> objective -> backward] -> update
 
 An objective gives one loss for each of its units (a token, a pair). The loss of a batch is their
-mean, exactly, however the batch is split. Alone, or as one of several ranks, each of which is given
-the whole batch and passes its share of it.
+mean, exactly, however it is split into micro-batches and over ranks.
 """
 
 from __future__ import annotations
@@ -98,12 +97,8 @@ class Sft(Objective):
 class Supervised(PolicyTrainer):
     """Trains a decoder, or a reward model, on fixed data.
 
-    Args:
-        decoder: its weights are updated in place and are the float32 master weights.
-        config: the trainer's settings: optimizer, learning rate, precision, micro-batches.
-        objective: what is learned.
-        ranks: who else trains it; `decoder` holds the whole weights on each of them, and is sharded
-            here.
+    The weights of `decoder` are updated in place and are the float32 master weights; each rank is
+    given the whole ones.
 
     Raises:
         ConfigError: weights that are not float32, or `trainer.lora` does not fit them.
@@ -128,10 +123,7 @@ class Supervised(PolicyTrainer):
     ) -> dict[str, float]:
         """Train on a batch once and return its metrics, as they were before the update.
 
-        Args:
-            batch: the examples.
-            version: of the weights; examples have none to compare it with.
-            scale: of the learning rates, besides `warmup_steps`.
+        `scale` multiplies the learning rates, besides `warmup_steps`; `version` is not used.
 
         Raises:
             NotFiniteError: the loss or its gradient was not finite several times in a row.

@@ -136,13 +136,9 @@ class TrainerRecipe:
 class Serving:
     """A trainer that is one of the ranks.
 
-    Args:
-        recipe: what makes the trainer.
-        rank: which one this is.
-        fill: puts the weights into the whole decoder, on the CPU, that it is given; the first
-            rank keeps that decoder up to date.
-        tell: called in a thread when a checkpoint is on the disk (None), or could not be written;
-            by the first rank only.
+    `fill` puts the weights into the whole decoder, on the CPU, that it is given; the first rank
+    keeps it up to date. The first rank calls `tell`, in a thread, when a checkpoint is on disk
+    (None), or could not be written.
     """
 
     def __init__(

@@ -4,15 +4,12 @@
         groups ------------------> step(groups, version) --pipes-------> Trainer.step
         weights <----------------- weights() <--- one mapped file ------ whole weights
 
-One worker keeps training and rollouts from sharing an interpreter: with nothing but threads, which
-take turns at every small operation, a step's training took two to three times as long beside
-rollouts as alone. Its parameters are the mapped file, so that nothing is copied for a publication.
+In threads of one interpreter, a step's training took two to three times as long beside rollouts as
+alone. One worker's parameters are the mapped file, so that nothing is copied for a publication.
 Several workers are the ranks of FSDP2, each with a part of the weights; the first writes the whole
 ones to the file after each step. Workers work only inside a call, and the weights are read between
-calls.
-
-They are started as programs, not forked: threads are running already. They end when this process
-does.
+calls. They are started as programs, not forked, because threads are running already, and end when
+this process does.
 """
 
 from __future__ import annotations
@@ -53,15 +50,10 @@ _END_S = 10.0
 
 
 class ProcessTrainer(RemoteTrainer):
-    """A trainer in child processes.
+    """A trainer in `config.num_ranks` child processes; with `device="cuda"`, worker i takes GPU i.
 
-    Args:
-        trainer_class: what is registered as the trainer; made in each worker.
-        decoder: the policy, on the CPU; its weights move into shared memory, and change with each
-            step.
-        config: the trainer's settings; `num_ranks` says how many workers there are.
-        device: "cpu", or "cuda": worker i takes GPU i.
-        arguments: further arguments of `trainer_class`, which must be importable by name.
+    Each worker calls `trainer_class`, importable by name, with further `arguments`. The weights of
+    `decoder`, on the CPU, move into shared memory, and change with each step.
 
     Raises:
         GymError: what `trainer_class` raised.
@@ -260,12 +252,8 @@ def _map(file: Path, decoder: Decoder) -> None:
 def memory_directory(num_bytes: int, place: Path = Path("/dev/shm")) -> str | None:
     """Return a file system in memory, where there is one; None is the usual temporary directory.
 
-    Args:
-        num_bytes: how many are going to be written there.
-        place: where the system keeps shared memory.
-
     Raises:
-        TrainError: it is there, and has too little room.
+        TrainError: it is there, and has no room for `num_bytes`.
     """
     if not os.access(place, os.W_OK):
         return None

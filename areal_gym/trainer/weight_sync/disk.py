@@ -20,12 +20,8 @@ class DiskWeightSync:
     """Writes one directory per version atomically; servers load it, older versions are deleted.
 
     The files are written before generation is interrupted. The newest version is kept, so that a
-    restarted server can load the weights of the others.
-
-    Args:
-        engine: an engine with servers.
-        directory: versions are written here; servers read the same path.
-        dtype: the type of the files ("bfloat16" halves them); that of the weights by default.
+    restarted server can load the weights of the others. Servers read the same path `directory`;
+    `dtype` is the type of the files ("bfloat16" halves them), that of the weights by default.
     """
 
     def __init__(self, engine: Engine, *, directory: Path, dtype: str | None = None) -> None:

@@ -31,7 +31,7 @@ class DistributedWeightSync:
 
     Args:
         engine: an engine with servers.
-        directory: not used.
+        directory: unused.
         backend: by default "nccl" if the weights are on CUDA, otherwise "gloo".
         host: the address of this machine that the servers reach.
         bucket_mb: the size of the parts that a server receives and loads, in 10^6 bytes.

@@ -38,14 +38,10 @@ def attend(
 ) -> Tensor:
     """Compute softmax attention, scale 1/sqrt(D), of segments on a flat axis; differentiable.
 
-    Args:
-        q_NHD: queries; each is in one segment.
-        k_NKD: keys; query head h reads key head h // (H // K).
-        v_NKD: values.
-        segments_S6: int64. Of each segment the flat position of its first query, how many there
-            are, and [start, stop) of what others share with it and of its own tokens. The queries
-            are those of its last tokens. Segments that share follow one another.
-        window: a token sees itself and the `window - 1` before it only.
+    Query head h reads key head h // (H // K). `segments_S6` has, in int64, for each segment the
+    flat position of its first query, the number of queries, and [start, stop) of the tokens that
+    others share with it and of its own tokens. The queries are those of its last tokens; segments
+    that share follow one another. With a window, a token sees itself and the `window - 1` before.
 
     Returns:
         [N, H, D], in the type of the values; computed in float32.
@@ -60,11 +56,9 @@ def attend_cached(
 ) -> Tensor:
     """Compute attention to a cache, without a gradient and with scale 1: [N, H D], float32.
 
-    Args:
-        q_NHD: queries, which may be a part of a wider array; those in no segment get zeros.
-        cache_2SKPD: keys and values of S rows with P positions each, contiguous.
-        segments_S6: as `attend` takes them, but token t of row s is s K P + t.
-        window: as in `attend`.
+    Queries may be a part of a wider array; those in no segment get zeros. The cache has keys and
+    values of S rows with P positions each. Segments and window are as in `attend`, but token t of
+    row s is s K P + t.
     """
     num_tokens, heads, dim = q_NHD.shape
     _, _, key_heads, num_positions, _ = cache_2SKPD.shape
