@@ -97,7 +97,10 @@ async def open_cluster(
                 host="127.0.0.1" if is_local else ray.util.get_node_ip_address(),
                 _group=group,
                 _bundles=bundles,
-                _environment=_search_path() if is_local else {},
+                # The processes of our own Ray import what this one imports.
+                _environment={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+                if is_local
+                else {},
             )
         finally:
             ray.util.remove_placement_group(group)
@@ -195,9 +198,12 @@ async def _reserve(bundles: list[Mapping[str, float]], timeout_s: float) -> Any:
         for node in ray.nodes():
             there.update(node["Resources"] if node["Alive"] else {})
         free = ray.available_resources()
+        wanted: Counter[str] = Counter()
+        for bundle in bundles:
+            wanted.update(bundle)
         shown = ", ".join(
             f"{number:g} {kind}s ({there.get(kind, 0):g} there are, {free.get(kind, 0):g} free)"
-            for kind, number in _total(bundles).items()
+            for kind, number in wanted.items()
         )
         raise InfrastructureError(
             f"Ray had no room within {timeout_s:g} s for: {shown}",
@@ -207,13 +213,3 @@ async def _reserve(bundles: list[Mapping[str, float]], timeout_s: float) -> Any:
             ],
         ) from None
     return group
-
-
-def _total(bundles: list[Mapping[str, float]]) -> dict[str, float]:
-    kinds = dict.fromkeys(kind for bundle in bundles for kind in bundle)
-    return {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in kinds}
-
-
-def _search_path() -> dict[str, str]:
-    """Return the import path of this process, for the processes of its own Ray."""
-    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

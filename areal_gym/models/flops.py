@@ -36,13 +36,9 @@ def forward_flops(
 ) -> float:
     """Return the operations of a forward pass.
 
-    Args:
-        config: the decoder's shape.
-        num_tokens: tokens that go through the layers.
-        num_pairs: (query, key) pairs that attend, of all layers together; n (n + 1) / 2 in a layer
-            that shows each of n tokens all that came before.
-        num_logits: tokens whose next token is predicted. The last layer is for them, but for its
-            queries, keys and values.
+    `num_tokens` go through the layers. `num_pairs` of queries and keys attend, in all layers
+    together: n (n + 1) / 2 in a causal layer without a window. `num_logits` is the number of tokens
+    whose next token is predicted; the last layer is for them, but for queries, keys and values.
     """
     if isinstance(config, ModelShape):
         num_embedding = config.vocab_size * config.hidden_size

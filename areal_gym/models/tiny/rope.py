@@ -73,8 +73,10 @@ def scaling_from_hf(rope: Mapping[str, Any], max_position_embeddings: int) -> Ro
     partial = rope.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise ConfigError(f"partial_rotary_factor = {partial} is not supported (only 1.0)")
+    if kind == "default":
+        return None
     try:
-        factor = 1.0 if kind == "default" else float(rope["factor"])
+        factor = float(rope["factor"])
         original = int(rope.get("original_max_position_embeddings") or max_position_embeddings)
         if kind == "linear":
             return LinearRope(factor=factor)
@@ -85,18 +87,16 @@ def scaling_from_hf(rope: Mapping[str, Any], max_position_embeddings: int) -> Ro
                 high_freq_factor=float(rope["high_freq_factor"]),
                 original_max_position_embeddings=original,
             )
-        if kind == "yarn":
-            return YarnRope(
-                factor=factor,
-                original_max_position_embeddings=original,
-                attention_factor=_attention_factor(rope, factor),
-                beta_fast=float(rope.get("beta_fast") or 32.0),
-                beta_slow=float(rope.get("beta_slow") or 1.0),
-                truncate=bool(rope.get("truncate", True)),
-            )
+        return YarnRope(
+            factor=factor,
+            original_max_position_embeddings=original,
+            attention_factor=_attention_factor(rope, factor),
+            beta_fast=float(rope.get("beta_fast") or 32.0),
+            beta_slow=float(rope.get("beta_slow") or 1.0),
+            truncate=bool(rope.get("truncate", True)),
+        )
     except KeyError as error:
         raise ConfigError(f"rope_type {kind!r} without {error.args[0]} in config.json") from None
-    return None
 
 
 def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:

@@ -13,14 +13,12 @@ from areal_gym.trainer.batch.packing import PackedBatch, pack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenRow:
-    """The tokens of one dialogue."""
+class TokenRow(Row):
+    """The tokens of one dialogue; all rows of its example share the first `num_shared`."""
 
     token_ids: tuple[int, ...]
     mask: tuple[bool, ...]
     """True on the tokens to learn from; never on the first."""
-    num_shared: int = 0
-    """Leading tokens that all rows of its example share; they are computed once."""
 
     @property
     def num_marked(self) -> int:
@@ -65,7 +63,4 @@ def placed_micro_batches(
 
 def pack_examples(part: Sequence[Example], device: torch.device | str) -> PackedBatch:
     """Pack examples as one micro-batch."""
-    rows = [
-        Row(token_ids=row.token_ids, num_shared=row.num_shared) for rows in part for row in rows
-    ]
-    return pack(rows, device)
+    return pack([row for rows in part for row in rows], device)

@@ -72,14 +72,13 @@ class DistributedWeightSync:
             if [server.url for server in alive] != [server.url for server in self._servers]:
                 await self.aclose()
                 await self._join(alive, backend)
-            for index, part in enumerate(parts):
-                is_last = index == len(parts) - 1
-                try:
-                    await self._send(alive, part, version if is_last else None)
-                except Exception:
-                    # Some servers may have the part: the next publication makes a new group.
-                    self._servers = []
-                    raise
+            try:
+                for part in parts:
+                    await self._send(alive, part, version if part is parts[-1] else None)
+            except Exception:
+                # Some servers may have a part: the next publication makes a new group.
+                self._servers = []
+                raise
 
     async def aclose(self) -> None:
         """Leave the group, also on the servers."""

@@ -55,21 +55,21 @@ class TensorWeightSync:
         """
         parts = list(buckets(weights, self._bucket_bytes, self._dtype))
         async with self._engine.updating(version) as servers, update_session(servers) as alive:
-            for index, part in enumerate(parts):
-                body = {
-                    "serialized_named_tensors": [await asyncio.to_thread(encode_bucket, part)],
-                    "load_format": "flattened_bucket",
-                    **last_part(version if index == len(parts) - 1 else None),
-                }
-                alive[:] = await on_all(alive, partial(_send, body))
+            for part in parts:
+                payload = await asyncio.to_thread(encode_bucket, part)
+                fields = last_part(version if part is parts[-1] else None)
+                alive[:] = await on_all(alive, partial(_send, payload, fields))
 
     async def aclose(self) -> None:
         """Do nothing: nothing is held."""
 
 
-async def _send(body: dict[str, Any], server: WeightServer) -> None:
-    payloads = body["serialized_named_tensors"] * server.num_ranks
-    body = {**body, "serialized_named_tensors": payloads}
+async def _send(payload: str, fields: dict[str, Any], server: WeightServer) -> None:
+    body = {
+        "serialized_named_tensors": [payload] * server.num_ranks,
+        "load_format": "flattened_bucket",
+        **fields,
+    }
     await server.post("/update_weights_from_tensor", body, timeout_s=_TRANSFER_S)
 
 
