@@ -20,7 +20,7 @@ from areal_gym.config import TrainerConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.errors import GymError, LostRankError
 from areal_gym.models.tiny.decoder import Decoder
-from areal_gym.trainer.out_of_memory import MEMORY_HINTS
+from areal_gym.trainer.out_of_memory import DEATH_HINTS
 from areal_gym.trainer.parallel.remote_trainer import (
     RemoteTrainer,
     Serving,
@@ -136,10 +136,7 @@ class RayTrainer(RemoteTrainer):
             self.close()
             raise LostRankError(
                 f"a rank of the trainer has died: {str(lost).strip().splitlines()[0]}",
-                hints=[
-                    "the same command with --resume goes on from the last checkpoint",
-                    *MEMORY_HINTS,
-                ],
+                hints=DEATH_HINTS,
             ) from lost
         raise error
 

@@ -32,17 +32,14 @@ class Shape(Protocol):
     @property
     def vocab_size(self) -> int:
         """The number of tokens."""
-        ...
 
     @property
     def hidden_size(self) -> int:
         """The width of hidden states."""
-        ...
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, how many tokens a token sees, itself included; None: all before it."""
-        ...
 
 
 class AttentionBlock(Protocol):
@@ -51,26 +48,21 @@ class AttentionBlock(Protocol):
     @property
     def query_index_BQ(self) -> Tensor:
         """Flat positions of the queries."""
-        ...
 
     @property
     def key_index_BK(self) -> Tensor:
         """Flat positions of the keys."""
-        ...
 
     @property
     def query_position_BQ(self) -> Tensor:
         """The position of each query in its sequence."""
-        ...
 
     @property
     def key_position_BK(self) -> Tensor:
         """The position of each key in its sequence."""
-        ...
 
     def mask(self, window: int | None) -> Tensor:
         """Return [B, 1, Q, K]: 0 where a query may look, -inf elsewhere."""
-        ...
 
 
 class FlatBatch(Protocol):
@@ -79,22 +71,18 @@ class FlatBatch(Protocol):
     @property
     def token_ids_N(self) -> Tensor:
         """The tokens."""
-        ...
 
     @property
     def positions_N(self) -> Tensor:
         """The position of each token in its sequence."""
-        ...
 
     @property
     def segments(self) -> Sequence[tuple[range, range]]:
         """Flat positions of a prompt (or none), and of the tokens that continue it."""
-        ...
 
     @property
     def rectangles(self) -> tuple[Sequence[AttentionBlock], Tensor]:
         """Blocks, and where each flat token's output lies in their concatenated outputs."""
-        ...
 
     def attend(
         self,
@@ -107,7 +95,6 @@ class FlatBatch(Protocol):
         softcap: float | None = None,
     ) -> Tensor:
         """Softmax attention of every token to those that it may see, scale 1/sqrt(D)."""
-        ...
 
 
 class PolicyModel(nn.Module, ABC):

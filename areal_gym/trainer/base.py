@@ -36,7 +36,6 @@ class BatchSource(Protocol[_Item]):
 
     async def next_batch(self) -> Sequence[_Item]:
         """Return the next batch to train on."""
-        ...
 
 
 class Trainer(Protocol[_Trained]):
@@ -45,27 +44,21 @@ class Trainer(Protocol[_Trained]):
     @property
     def decoder(self) -> PolicyModel:
         """The model that is trained; checkpoints take their config from it."""
-        ...
 
     def step(self, batch: Sequence[_Trained], version: int) -> dict[str, float]:
         """Train on a batch once and return its metrics; `version` is that of the weights now."""
-        ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield Hugging Face names and tensors, which the next step may change."""
-        ...
 
     def checkpoint_bytes(self) -> int:
         """Return about how many bytes a checkpoint takes."""
-        ...
 
     def save(self, directory: Path) -> Future[None]:
         """Write optimizer state and counters; when this returns, they may change already."""
-        ...
 
     def load(self, directory: Path) -> None:
         """Continue from what `save` wrote."""
-        ...
 
 
 class GroupTrainer(Trainer[Group], Protocol):
@@ -73,19 +66,15 @@ class GroupTrainer(Trainer[Group], Protocol):
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
         """Return the log-probabilities of each row's trained tokens under the current weights."""
-        ...
 
     def trained_tokens(self) -> list[dict[str, Any]]:
         """Return advantages and log-probabilities of the last step's tokens, row by row."""
-        ...
 
     def recompute_proximal(self) -> None:
         """Take ratios against the trainer's own log-probabilities from now on."""
-        ...
 
     def adapter(self) -> dict[str, Tensor]:
         """Return the LoRA adapter's tensors by peft's names."""
-        ...
 
 
 class ExampleTrainer(Trainer["Example"], Protocol):
@@ -93,7 +82,6 @@ class ExampleTrainer(Trainer["Example"], Protocol):
 
     def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
         """Return loss and metrics on examples that are not trained on."""
-        ...
 
 
 @runtime_checkable
@@ -102,7 +90,6 @@ class ClosableTrainer(Protocol):
 
     def close(self) -> None:
         """Give them back. Idempotent."""
-        ...
 
 
 def close_trainer(trainer: Trainer[Any]) -> None:
@@ -124,11 +111,9 @@ class WeightSync(Protocol):
         Raises:
             EngineError: no server took them; those that there are keep the old ones.
         """
-        ...
 
     async def aclose(self) -> None:
         """Give back groups and files. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -143,4 +128,3 @@ class Teacher(Protocol):
 
     async def score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
         """Return the log-probabilities, at temperature 1, of the marked tokens of each row."""
-        ...

@@ -15,6 +15,7 @@ MEMORY_HINTS = (
     "or trainer.dtype=bfloat16, or a larger trainer.num_ranks: each holds a part of the weights",
 )
 """The cheapest first."""
+DEATH_HINTS = ("the same command with --resume goes on from the last checkpoint", *MEMORY_HINTS)
 
 
 def out_of_memory(error: BaseException) -> TrainError | None:

@@ -29,7 +29,6 @@ class Attend(Protocol):
         The scale is 1/sqrt(D). With a window, a token attends only to itself and the `window - 1`
         tokens before it. With a soft cap c, scores s become c tanh(s / c).
         """
-        ...
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:

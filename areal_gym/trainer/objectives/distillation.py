@@ -33,7 +33,6 @@ class Scorer(Protocol):
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return log-probabilities of `token_ids[1:]`, given those before, at temperature 1."""
-        ...
 
 
 class LocalTeacher:

@@ -36,7 +36,7 @@ import torch
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import TrainError
 from areal_gym.models.tiny.decoder import Decoder
-from areal_gym.trainer.out_of_memory import MEMORY_HINTS
+from areal_gym.trainer.out_of_memory import DEATH_HINTS
 from areal_gym.trainer.parallel.remote_trainer import (
     RemoteTrainer,
     Serving,
@@ -149,10 +149,7 @@ class ProcessTrainer(RemoteTrainer):
         self._kill()  # the others wait for the dead one
         return TrainError(
             "the trainer's process has died" + (f" ({_describe_exit(code)})" if code else ""),
-            hints=[
-                "the same command with --resume goes on from the last checkpoint",
-                *MEMORY_HINTS,
-            ],
+            hints=DEATH_HINTS,
         )
 
     def _exit_code(self) -> int | None:
