@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
 from areal_gym.models.hf import token_mixing
 from areal_gym.models.hf.hf_loading import build_policy, load_policy
@@ -14,7 +15,10 @@ from areal_gym.models.hf.hf_policy import HFPolicy
 from areal_gym.models.hf.packing_check import packing_gap, require_exact_packing
 from areal_gym.models.hf.token_mixing import NAME
 from areal_gym.trainer.batch.bins import Row
+from areal_gym.trainer.batch.examples import TokenRow
 from areal_gym.trainer.batch.packing import pack
+from areal_gym.trainer.objectives.dpo import Dpo
+from areal_gym.trainer.objectives.supervised import Supervised
 from tests._support.tiny_architectures import (
     ARCHITECTURES,
     ATTENTION,
@@ -276,3 +280,14 @@ def test_dropout_of_a_checkpoint_is_left_out(checkpoint):
     policy.train()
     rows = groups(policy)
     assert torch.equal(packed_logprobs(policy, rows), packed_logprobs(policy, rows))
+
+
+def test_dpo_reads_its_reference_with_transformers(tmp_path):
+    build_policy(tiny_config("olmo2"), seed=0).network.save_pretrained(tmp_path)
+    mask = (False, True, True)
+    pairs = [tuple(TokenRow(token_ids=(3, i, 5), mask=mask) for i in (7, 8))]
+    objective = Dpo(tmp_path)
+    learner = Supervised(load_policy(tmp_path), TrainerConfig(lr=1e-2), objective=objective)
+    # The policy is its own reference before the first step.
+    assert learner.step(pairs)["train/margin"] == pytest.approx(0.0, abs=1e-5)
+    assert learner.evaluate(pairs)["margin"] > 0.0
