@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from areal_gym.plugins import AdvantageSpec, PolicyLossSpec, TrainerSpec, WeightSyncSpec, hookimpl
 
-_NEEDS: dict[str, Any] = {"requires": ("torch", "safetensors"), "extra": "train"}
+_REQUIRES = ("torch", "safetensors")
 _ADVANTAGES = {
     "grpo": "(reward - group mean) / group standard deviation",
     "dr_grpo": "reward - group mean",
@@ -49,7 +48,7 @@ def register_trainers() -> Iterable[TrainerSpec]:
         id="single",
         entry_point="areal_gym.trainer.trainer:Trainer",
         summary="one process, float32 master weights, packed micro-batches",
-        requires=("torch", "safetensors", "matplotlib"),  # for the learning curve
+        requires=(*_REQUIRES, "matplotlib"),  # for the learning curve
         extra="train",
     )
 
@@ -60,7 +59,9 @@ def register_advantage_estimators() -> Iterable[AdvantageSpec]:
     for module, summaries in (("advantages", _ADVANTAGES), ("token_advantages", _TOKEN_ADVANTAGES)):
         for name, summary in summaries.items():
             path = f"areal_gym.trainer.algorithms.{module}:{name}"
-            yield AdvantageSpec(id=name, entry_point=path, summary=summary, **_NEEDS)
+            yield AdvantageSpec(
+                id=name, entry_point=path, summary=summary, requires=_REQUIRES, extra="train"
+            )
 
 
 @hookimpl
@@ -68,7 +69,9 @@ def register_policy_losses() -> Iterable[PolicyLossSpec]:
     """Offer policy losses."""
     for name, summary in _LOSSES.items():
         path = f"areal_gym.trainer.algorithms.losses:{name}"
-        yield PolicyLossSpec(id=name, entry_point=path, summary=summary, **_NEEDS)
+        yield PolicyLossSpec(
+            id=name, entry_point=path, summary=summary, requires=_REQUIRES, extra="train"
+        )
 
 
 @hookimpl
@@ -76,4 +79,6 @@ def register_weight_syncs() -> Iterable[WeightSyncSpec]:
     """Offer weight syncs."""
     for name, path, summary in _WEIGHT_SYNCS:
         path = f"areal_gym.trainer.weight_sync.{path}"
-        yield WeightSyncSpec(id=name, entry_point=path, summary=summary, **_NEEDS)
+        yield WeightSyncSpec(
+            id=name, entry_point=path, summary=summary, requires=_REQUIRES, extra="train"
+        )

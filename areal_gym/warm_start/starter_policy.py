@@ -4,7 +4,7 @@
 
 The learning rate is held until the policy copies exactly (an expression into a call, a result into
 an answer) on nine probes of ten, because the step at which copying appears depends on the seed;
-then it decays. Imitation is supervised fine-tuning (`areal_gym.trainer.objectives.sft`). The result
+then it decays. Imitation is supervised fine-tuning (`Sft`). The result
 is a Hugging Face checkpoint, cached under a key of everything that made it, so that the second run
 starts at once.
 """
