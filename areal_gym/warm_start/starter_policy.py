@@ -275,7 +275,7 @@ def _imitate(
 _MAKERS = ("warm_start", "models", "envs")
 _TRAINER_FILES = (
     *("batch/examples.py", "batch/packing.py", "chunked_logprobs.py", "optimizer.py"),
-    *("objectives/sft.py", "objectives/supervised.py"),
+    *("policy_trainer.py", "objectives/supervised.py"),
 )
 """The parts of the trainer that imitation uses: a new policy loss must not invalidate warm
 starts."""
