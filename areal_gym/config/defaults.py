@@ -25,12 +25,23 @@ STARTER_DEFAULTS: Mapping[str, Any] = {
 }
 """Suits the small policy that `engine.model=starter` builds; `load_config` applies it."""
 
+_STARTER_LORA = {"optimizer": "adamw", "lr": 3e-3}
+"""What an adapter of the starter wants instead: Muon is for whole matrices."""
+
 _UNCLIPPED = {"clip_low": None, "clip_high": None}
 _DISTILLATION = PRESETS["grpo"].trainer() | {"advantage": "distill", **_UNCLIPPED}
 
 # A preset's settings that go with its estimator or its loss: another one has its own.
 _BELONG_TO = {"advantage": ("advantage_kwargs",), "loss": ("loss_kwargs", "clip_low", "clip_high")}
 _PARTS = ("aggregation", "correction", "kl", "reward", *sum(_BELONG_TO.values(), ()))
+
+
+def on_starter_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's settings on top of those that suit the starter policy."""
+    trainer = tree.get("trainer")
+    has_adapter = isinstance(trainer, Mapping) and trainer.get("lora") is not None
+    defaults = merged(STARTER_DEFAULTS, {"trainer": _STARTER_LORA} if has_adapter else {})
+    return merged(defaults, tree)
 
 
 def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from areal_gym.config.algorithm_settings import PRESETS
-from areal_gym.config.defaults import STARTER_DEFAULTS, without_defaults
+from areal_gym.config.defaults import on_starter_defaults, without_defaults
 from areal_gym.config.run_config import RunConfig
 from areal_gym.config.sections import RolloutConfig, TrainerConfig
 from areal_gym.config.settings_model import merged, section_of, setting_fields
@@ -44,7 +44,7 @@ def load_config(
         _set(tree, key, value)
     engine = tree.get("engine")
     if not isinstance(engine, dict) or engine.get("model", "starter") == "starter":
-        tree = merged(STARTER_DEFAULTS, tree)
+        tree = on_starter_defaults(tree)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

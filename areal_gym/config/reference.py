@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from areal_gym.config.run_config import RunConfig
+from areal_gym.config.sections import PluginConfig
 from areal_gym.config.settings_model import bounds, section_of
 
 _HEAD = """# Settings
@@ -49,9 +50,18 @@ def _sections(
     ]
     yield prefix.rstrip("."), _cell(model.__doc__ or ""), rows
     for name, info in fields:
-        section = section_of(info)
+        section = section_of(info) or _optional_section(info.annotation)
         if section is not None:
             yield from _sections(section, f"{prefix}{name}.")
+
+
+def _optional_section(annotation: Any) -> type[BaseModel] | None:
+    """Return the section of a field that may be null."""
+    for part in get_args(annotation):
+        is_model = isinstance(part, type) and issubclass(part, BaseModel)
+        if is_model and not issubclass(part, PluginConfig):
+            return part  # type: ignore[no-any-return]
+    return None
 
 
 def _kind(info: FieldInfo) -> str:
@@ -73,7 +83,7 @@ def _type(annotation: Any) -> str:
     if origin is not None or annotation is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "`{id, kwargs}`"
+        return "`{id, kwargs}`" if issubclass(annotation, PluginConfig) else "a section, below"
     words = {str: "text", bool: "true \\| false", int: "integer", float: "number", Path: "path"}
     return words.get(annotation, "any")
 

@@ -131,11 +131,9 @@ class LoraConfig(Settings):
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
-    targets: tuple[str, ...] = (
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
-    )
-    """Matrices of each layer that get an adapter."""
+    targets: Literal["all"] | tuple[str, ...] = "all"
+    """Names of the matrices in each layer that get an adapter, such as [q_proj, v_proj]; "all" are
+    its linear layers and its experts' matrices, without what chooses experts."""
 
 
 class TrainerConfig(Settings):
@@ -193,6 +191,9 @@ class TrainerConfig(Settings):
     """"auto" takes CUDA when there is one."""
     num_ranks: int = Field(1, ge=1)
     """Processes that share the weights, gradients and optimizer states (FSDP2): one per GPU."""
+    expert_ranks: int = Field(1, ge=1)
+    """Ranks among which the experts of a mixture are divided (expert parallelism): tokens travel to
+    them; 1 gathers a layer's experts on each rank. A divisor of num_ranks."""
     recompute_layers: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     compile: bool = False
@@ -229,6 +230,10 @@ class TrainerConfig(Settings):
             raise ValueError(
                 "lora with optimizer = 'muon': Muon orthogonalises whole matrices, and an adapter "
                 "is two thin ones; use optimizer = 'adamw'"
+            )
+        if self.num_ranks % self.expert_ranks:
+            raise ValueError(
+                f"expert_ranks = {self.expert_ranks} does not divide num_ranks = {self.num_ranks}"
             )
         if self.cpu_offload and self.num_ranks == 1:
             raise ValueError(

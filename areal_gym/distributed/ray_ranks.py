@@ -1,7 +1,9 @@
 """A trainer whose ranks are Ray's actors: on this machine, or on others.
 
     RayTrainer --groups or examples, in the object store--> a rank for each place: Serving
-               <--metrics; the first rank's whole weights, through the object store--
+               <--metrics; weights, part by part, through the object store--
+
+Each rank reads its weights from the checkpoint, which all machines must see.
 
 The ranks meet at the first one's address. When one of them dies, the others wait for it in vain:
 all are ended, and that is a `LostRankError`.
@@ -12,16 +14,17 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from areal_gym.config import TrainerConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.errors import GymError, LostRankError
-from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.backend import load_model
 from areal_gym.trainer.out_of_memory import DEATH_HINTS
 from areal_gym.trainer.parallel.remote_trainer import (
+    Load,
     RemoteTrainer,
     Serving,
     TrainerRecipe,
@@ -36,8 +39,8 @@ _END_S = 10.0
 class RayTrainer(RemoteTrainer):
     """A trainer of `config.num_ranks` processes in the cluster's places of the role "rank".
 
-    Each rank calls `trainer_class` with further `arguments`. `decoder`, on the CPU, gets the new
-    weights after each step.
+    Each rank calls `trainer_class` with further `arguments`. It starts from the checkpoint
+    `policy`; `load` reads those of the tiny decoder.
 
     Raises:
         GymError: what `trainer_class` raised.
@@ -48,13 +51,15 @@ class RayTrainer(RemoteTrainer):
         self,
         cluster: Cluster,
         trainer_class: Callable[..., Any],
-        decoder: Decoder,
+        policy: Path,
         config: TrainerConfig,
+        *,
+        load: Load = load_model,
         **arguments: Any,
     ) -> None:
         import ray
 
-        super().__init__(decoder)
+        super().__init__(policy, load)
         # A checkpoint is waited for while the next step is being taken.
         rank = ray.remote(concurrency_groups={"saved": 1})(_Rank)
         self._ranks = [
@@ -63,19 +68,16 @@ class RayTrainer(RemoteTrainer):
         ]
         try:
             (meeting,) = self._answers([self._ranks[0].meeting.remote()])
-            weights = ray.put(_arrays(decoder))
             recipe = TrainerRecipe(
                 trainer_class=trainer_class,
-                decoder_class=type(decoder),
-                decoder_config=decoder.config,
+                policy=policy.absolute(),
+                load=load,
                 config=config,
                 device=cluster.device,
                 meeting=meeting,
                 arguments=arguments,
             )
-            self._answers(
-                [rank.begin.remote(recipe, i, weights) for i, rank in enumerate(self._ranks)]
-            )
+            self._answers([rank.begin.remote(recipe, i) for i, rank in enumerate(self._ranks)])
         except BaseException:
             self.close()
             raise
@@ -104,11 +106,7 @@ class RayTrainer(RemoteTrainer):
         import ray
 
         shared = ray.put(arguments)  # once for all ranks of a machine
-        answers = self._answers([rank.call.remote(method, shared) for rank in self._ranks])
-        if method in ("step", "load"):
-            (arrays,) = self._answers([self._ranks[0].weights.remote()])
-            _take(arrays, self.decoder)
-        return answers[0]
+        return self._answers([rank.call.remote(method, shared) for rank in self._ranks])[0]
 
     def _answers(self, asked: list[Any]) -> list[Any]:
         """Return what each rank answers.
@@ -144,18 +142,6 @@ class RayTrainer(RemoteTrainer):
         return float(sum(self._answers([rank.rss_mb.remote() for rank in self._ranks])))
 
 
-def _arrays(decoder: Decoder) -> dict[str, Any]:
-    """Arrays go through Ray's object store without a copy; tensors do not."""
-    return {name: tensor.detach().numpy() for name, tensor in decoder.state_dict().items()}
-
-
-def _take(arrays: dict[str, Any], decoder: Decoder) -> None:
-    import torch
-
-    for name, tensor in decoder.state_dict().items():
-        tensor.copy_(torch.tensor(arrays[name]))  # in the object store it is for reading only
-
-
 class _Rank:
     """The actor of one rank; but for `written`, calls come one after the other."""
 
@@ -178,10 +164,10 @@ class _Rank:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    def begin(self, recipe: TrainerRecipe, rank: int, arrays: dict[str, Any]) -> GymError | None:
+    def begin(self, recipe: TrainerRecipe, rank: int) -> GymError | None:
         """Meet the others and make the trainer; return what was wrong with it, if anything."""
         try:
-            self._serving = Serving(recipe, rank, partial(_take, arrays), self._written.put)
+            self._serving = Serving(recipe, rank, self._written.put)
         except Exception as error:
             return readable(error)
         return None
@@ -197,7 +183,3 @@ class _Rank:
     def written(self) -> BaseException | None:
         """Wait for the checkpoint that was begun; return what is wrong with it, if anything."""
         return self._written.get()
-
-    def weights(self) -> dict[str, Any]:
-        assert self._serving is not None
-        return _arrays(self._serving.whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +29,23 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> Polic
     from areal_gym.models.hf.hf_loading import load_policy
 
     return load_policy(path, device=device)
+
+
+def model_without_weights(
+    path: Path | str, load: Callable[..., PolicyModel] = load_model
+) -> PolicyModel:
+    """Return the model of a checkpoint on the meta device, for its names, shapes and config.
+
+    `load` reads models of the tiny decoder, which are small.
+
+    Raises:
+        ConfigError: there is no checkpoint, or it cannot be trained.
+    """
+    if not is_for_transformers(Path(path)):
+        return load(path).to("meta")
+    from areal_gym.models.hf.hf_loading import policy_without_weights
+
+    return policy_without_weights(path)
 
 
 def is_for_transformers(directory: Path) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -97,14 +99,23 @@ class FlatBatch(Protocol):
         """Softmax attention of every token to those that it may see, scale 1/sqrt(D)."""
 
 
+Pack = Callable[[Sequence[Sequence[int]], int], FlatBatch]
+"""Lays sequences on a flat axis: (token ids, how many leading tokens of each may be shared)."""
+
+
 class PolicyModel(nn.Module, ABC):
     """A network that gives every token of a flat batch a hidden state, and logits for some."""
 
+    network: nn.Module
+    """The module whose parameters have the architecture's own names; it gets adapters."""
     can_share_prompts: bool = True
     """Whether a group's prompt may be forwarded once; recurrent layers cannot do that."""
     recomputes_layers: bool = False
     """Whether the backward pass computes a layer's inner values again instead of keeping them: a
     third more work for a fraction of the memory."""
+
+    is_sharded: bool = False
+    """Whether the weights were divided among the ranks when they were read."""
 
     @property
     @abstractmethod
@@ -126,10 +137,23 @@ class PolicyModel(nn.Module, ABC):
 
     @abstractmethod
     def published(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's own names and tensors, one at a time.
+        """Yield the checkpoint's own names and tensors, one at a time, adapters merged.
 
         `whole` gathers a tensor from the ranks that share it.
         """
+
+    def check_packing(self, pack: Pack, dtype: torch.dtype) -> None:
+        """Refuse to train where packed sequences would see each other, which costs two passes.
+
+        `pack` lays out sequences, and `dtype` is what is computed in. Our own decoder is exact.
+
+        Raises:
+            ConfigError: they would.
+        """
+
+    def duplicate(self) -> PolicyModel:
+        """Return another model with the weights that this one had when it was read."""
+        return copy.deepcopy(self)
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:

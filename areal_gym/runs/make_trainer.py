@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from areal_gym.trainer.base import ExampleTrainer, GroupTrainer
-    from areal_gym.trainer.batch.packing import PackedBatch
 
 
 def make_trainer(
@@ -84,25 +83,17 @@ class _Place:
     trainer_class: Callable[..., Any]
     load: Callable[..., Any]  # reads a checkpoint directory
 
-    def make(self, policy: Path, initial: Path, **arguments: object) -> Any:
-        from areal_gym.models.backend import is_for_transformers
+    def make(self, policy: Path, initial: Path, **arguments: Any) -> Any:
         from areal_gym.models.device import pick_device
 
         settings, is_supervised = self.config.trainer, self.config.objective in SUPERVISED
         device = pick_device(settings.device)
         source = policy if settings.lora is None else initial  # a checkpoint has the adapter merged
-        if is_for_transformers(source):
-            from areal_gym.models.hf.packing_check import require_exact_packing
-
-            self._require_one_process(source)
-            model = self.load(source, device=device)
-            require_exact_packing(model, _pack)
-            return self.trainer_class(model, settings, **arguments)
+        arguments |= {"load": self.load}
         if self.cluster is not None and settings.runs_in != "thread":
             from areal_gym.distributed.ray_ranks import RayTrainer
 
-            decoder = self.load(source)
-            return RayTrainer(self.cluster, self.trainer_class, decoder, settings, **arguments)
+            return RayTrainer(self.cluster, self.trainer_class, source, settings, **arguments)
         overlaps = (
             not is_supervised and self.config.rollout.max_staleness > 0 and device.type == "cpu"
         )
@@ -111,34 +102,13 @@ class _Place:
             from areal_gym.trainer.parallel.worker import ProcessTrainer
 
             _require_devices(device, settings.num_ranks)
-            decoder = self.load(source)
             return ProcessTrainer(
-                self.trainer_class, decoder, settings, device=device.type, **arguments
+                self.trainer_class, source, settings, device=device.type, **arguments
             )
-        return self.trainer_class(self.load(source, device=device), settings, **arguments)
+        from areal_gym.trainer.parallel.fsdp import load_for_training
 
-    def _require_one_process(self, source: Path) -> None:
-        settings = self.config.trainer
-        wanted = {
-            "trainer.num_ranks above 1": settings.num_ranks > 1,
-            "trainer.runs_in=process": settings.runs_in == "process",
-            "trainer.lora": settings.lora is not None,
-            "cluster.address": self.cluster is not None and settings.runs_in != "thread",
-        }
-        for name, is_wanted in wanted.items():
-            if is_wanted:
-                raise ConfigError(
-                    f"{name} is not supported for {source}, whose architecture transformers runs: "
-                    "it is trained in one process, all of its weights",
-                    hints=["leave it out", "architectures without this limit: docs/models.md"],
-                )
-
-
-def _pack(rows: Sequence[Sequence[int]], num_shared: int) -> PackedBatch:
-    from areal_gym.trainer.batch.bins import Row
-    from areal_gym.trainer.batch.packing import pack
-
-    return pack([Row(token_ids=row, num_shared=num_shared) for row in rows])
+        model = load_for_training(source, settings, device=device, load=arguments.pop("load"))
+        return self.trainer_class(model, settings, **arguments)
 
 
 def _require_devices(device: torch.device, num_ranks: int) -> None:

@@ -64,7 +64,8 @@ def memory_of(config: RunConfig, shape: DecoderConfig) -> Memory:
         num_added = trainer.lora.rank * sum(
             sum(p.shape)
             for n, p in decoder.named_parameters()
-            if n.endswith(tuple(f"{target}.weight" for target in trainer.lora.targets))
+            if p.ndim == 2 and ".layers." in n
+            if trainer.lora.targets == "all" or n.split(".")[-2] in trainer.lora.targets
         )
     num_trained = num_added or num_all
     num_states = 2 * num_trained

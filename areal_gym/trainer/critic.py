@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 import torch
@@ -31,7 +30,7 @@ class Critic(nn.Module):
         super().__init__()
         self.trunk: PolicyModel | None = None
         if config.critic.trunk == "own":
-            self.trunk = copy.deepcopy(decoder)
+            self.trunk = decoder.duplicate()
             if isinstance(self.trunk, Decoder):
                 self.trunk.lm_head = None  # it predicts no tokens
             prepare_decoder(self.trunk, config, ranks)
@@ -41,7 +40,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
         shard_head(self.head, config, ranks)
         self._scale = config.critic.lr_scale
-        self._optimizer = Optimizer(self, config)
+        self._optimizer = Optimizer(self, config, ranks)
 
     def of(self, hidden_TC: Tensor) -> Tensor:
         """Return the values of hidden states, [T, C] -> [T], float32."""

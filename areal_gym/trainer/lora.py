@@ -1,7 +1,4 @@
-"""LoRA through peft: the base weights stay, small matrices beside them are trained.
-
-W' = W + alpha / r * B A; A [r, in] is random and B [out, r] zero at first (Hu et al. 2021).
-"""
+"""LoRA through peft: the base weights stay, small matrices beside them are trained."""
 
 from __future__ import annotations
 
@@ -12,15 +9,17 @@ from torch import Tensor, nn
 
 from areal_gym.config import LoraConfig
 from areal_gym.errors import ConfigError
+from areal_gym.models.adapters import ADAPTER, is_adapter
+from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.parallel.fsdp import full
 
-_NAME = "default"
-_DOWN, _UP, _BASE = f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight", ".base_layer"
 _PEFT = "base_model.model."
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Linear layers that choose experts; which tokens go where is not adapted."""
 
 
-def add_adapter(decoder: nn.Module, settings: LoraConfig, *, seed: int = 0) -> None:
-    """Put an adapter beside the named matrices; everything else is frozen.
+def add_adapter(model: PolicyModel, settings: LoraConfig, *, seed: int = 0) -> None:
+    """Put an adapter in float32 beside the chosen matrices; everything else is frozen.
 
     Raises:
         ConfigError: `targets` names no matrix of the model, or peft is not installed.
@@ -32,51 +31,70 @@ def add_adapter(decoder: nn.Module, settings: LoraConfig, *, seed: int = 0) -> N
             "trainer.lora needs peft, which is not installed",
             hints=["pip install 'areal-gym[lora]'"],
         ) from None
-    known = {
-        name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear)
-    }
-    unknown = sorted(set(settings.targets) - known)
-    if unknown:
-        raise ConfigError(
-            f"trainer.lora.targets names {', '.join(unknown)}, which the model does not have",
-            hints=[f"it has: {', '.join(sorted(known))}"],
+    linears, experts = _matrices(model)
+    if settings.targets != "all":
+        known = {name.rpartition(".")[2] for name in (*linears, *experts)}
+        if unknown := sorted(set(settings.targets) - known):
+            raise ConfigError(
+                f"trainer.lora.targets names {', '.join(unknown)}, which the model does not have",
+                hints=[
+                    f"it has: {', '.join(sorted(known))}",
+                    "all of them: trainer.lora.targets=all",
+                ],
+            )
+        linears, experts = (
+            [name for name in names if name.rpartition(".")[2] in settings.targets]
+            for names in (linears, experts)
         )
     config = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
-        target_modules=list(settings.targets),
+        target_modules=linears or None,
+        target_parameters=experts or None,
         lora_dropout=0.0,
         bias="none",
     )
+    model.requires_grad_(False)
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # every rank, and every start, draws the same
-        peft.inject_adapter_in_model(config, decoder)
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter of that name belongs to an adapter."""
-    return name.endswith((_DOWN, _UP))
-
-
-def merged_weights(decoder: nn.Module, settings: LoraConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face names and weights with the adapter added; every rank must ask for all."""
-    state = decoder.state_dict()
-    scale = settings.alpha / settings.rank
-    for name, tensor in state.items():
+        # Into the layers: in a model of transformers, peft would rename targets of experts.
+        peft.inject_adapter_in_model(config, model.layers)
+    for name, parameter in model.network.named_parameters():
         if is_adapter(name):
-            continue
-        whole = full(tensor.detach())
-        module, _, leaf = name.rpartition(".")
-        if module.endswith(_BASE):
-            module = module.removesuffix(_BASE)
-            if leaf == "weight":
-                up, down = (full(state[module + suffix].detach()) for suffix in (_UP, _DOWN))
-                whole = whole + scale * (up.float() @ down.float()).to(whole.dtype)
-        yield f"{module}.{leaf}", whole
+            parameter.data = parameter.data.float()
+            parameter.requires_grad = True
 
 
-def adapter_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield peft's names (`base_model.model.NAME.lora_A.weight`) and tensors, on every rank."""
-    for name, tensor in decoder.state_dict().items():
+def _matrices(model: PolicyModel) -> tuple[list[str], list[str]]:
+    """Return the names in `layers` of linear modules, and of experts' stacked matrices."""
+    linears, experts = [], []
+    for name, module in model.layers.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        if isinstance(module, nn.Linear):
+            # Mamba's fused kernels read this weight directly, past an adapter.
+            is_fused = leaf == "out_proj" and hasattr(model.layers.get_submodule(parent), "D")
+            if leaf not in _ROUTERS and not is_fused:
+                linears.append(name)
+        elif not isinstance(module, nn.Conv1d):
+            own = module.named_parameters(recurse=False)
+            experts += [f"{name}.{leaf}" for leaf, parameter in own if parameter.ndim == 3]
+    return linears, experts
+
+
+def adapter_weights(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield peft's names (`base_model.model.NAME.lora_A.weight`) and tensors; every rank must ask.
+
+    Raises:
+        ConfigError: experts' stacked matrices are adapted, which servers cannot load.
+    """
+    if any(hasattr(module, "parameter_name") for module in model.layers.modules()):
+        raise ConfigError(
+            "the adapter covers stacked matrices of experts, which servers load only when merged",
+            hints=[
+                "publish merged weights: trainer.weight_sync=disk, tensor or distributed",
+                "adapt linear layers only: trainer.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
+            ],
+        )
+    for name, tensor in model.network.state_dict().items():
         if is_adapter(name):
-            yield _PEFT + name.replace(f".{_NAME}.weight", ".weight"), full(tensor.detach())
+            yield _PEFT + name.replace(f".{ADAPTER}.weight", ".weight"), full(tensor.detach())

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
-from areal_gym.trainer.parallel.fsdp import full
+from areal_gym.trainer.parallel.fsdp import by_mesh, clip_gradients
+from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
 
 class Optimizer:
     """One or two optimizers of torch, whose `step` clips, applies and clears the gradients."""
 
-    def __init__(self, module: nn.Module, config: TrainerConfig) -> None:
+    def __init__(self, module: nn.Module, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self._max_grad_norm = config.max_grad_norm
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(trained.values())
@@ -28,7 +30,11 @@ class Optimizer:
             (matrices if has_muon else rest).append(p)
         fused = all(p.device.type in ("cpu", "cuda") for p in rest)
         adamw = torch.optim.AdamW(
-            rest, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused
+            [{"params": group} for group in by_mesh(rest)],
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=fused,
         )
         self._optimizers: dict[str, torch.optim.Optimizer] = {"adamw": adamw}
         if matrices:
@@ -42,7 +48,7 @@ class Optimizer:
 
         They are only cleared when the norm is not finite, or they are not usable.
         """
-        norm = float(full(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))
+        norm = clip_gradients(self._parameters, self._max_grad_norm, self._ranks)
         for kind, optimizer in self._optimizers.items():
             for group in optimizer.param_groups:
                 group["lr"] = self._rates[kind] * scale

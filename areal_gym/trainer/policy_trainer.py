@@ -13,11 +13,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, NotFiniteError
-from areal_gym.models.backend import load_model
 from areal_gym.models.policy_model import PolicyModel
-from areal_gym.trainer.lora import add_adapter, merged_weights
+from areal_gym.trainer.lora import add_adapter
 from areal_gym.trainer.optimizer import Optimizer
-from areal_gym.trainer.parallel.fsdp import full, prepare_decoder
+from areal_gym.trainer.parallel.fsdp import (
+    full,
+    load_for_training,
+    prepare_decoder,
+    require_exact_packing,
+)
 from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
 
@@ -36,7 +40,7 @@ class PolicyTrainer:
     """
 
     def __init__(self, decoder: PolicyModel, config: TrainerConfig, ranks: Ranks) -> None:
-        if any(p.dtype != torch.float32 for p in decoder.parameters()):
+        if config.lora is None and any(p.dtype != torch.float32 for p in decoder.parameters()):
             raise ConfigError(
                 "master weights must be float32: in bfloat16 most updates round to nothing",
                 hints=["trainer.dtype=bfloat16 computes in bfloat16 with float32 weights"],
@@ -51,10 +55,7 @@ class PolicyTrainer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield Hugging Face names and tensors, an adapter merged; copy them before a step."""
-        if self.config.lora is None:
-            yield from self.decoder.published(full)
-        else:
-            yield from merged_weights(self.decoder, self.config.lora)
+        return self.decoder.published(full)
 
     def checkpoint_bytes(self) -> int:
         """Return about how many bytes a checkpoint takes: weights, and AdamW's two per weight."""
@@ -105,11 +106,14 @@ class PolicyTrainer:
             for name in heads:
                 self.decoder.get_submodule(name).requires_grad_(True)
         prepare_decoder(self.decoder, self.config, self._ranks)
-        self._optimizer = Optimizer(self.decoder, self.config)
+        require_exact_packing(self.decoder, self.config)
+        self._optimizer = Optimizer(self.decoder, self.config, self._ranks)
 
     def _frozen(self, policy: PolicyModel | Path) -> PolicyModel:
         if isinstance(policy, Path):
-            policy = load_model(policy, device=self._device)
+            policy = load_for_training(
+                policy, self.config, self._ranks, device=self._device, is_frozen=True
+            )
         policy.requires_grad_(False)
         prepare_decoder(policy, self.config, self._ranks)
         return policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from areal_gym.config import TrainerConfig
 from areal_gym.models.policy_model import PolicyModel
@@ -100,7 +100,7 @@ class RowPasses:
         self,
         rows: Sequence[TokenSequence],
         look: Callable[[PackedBatch, list[TokenSequence]], Sequence[Tensor]],
-        *gathered: object,
+        *gathered: nn.Module | None,
     ) -> list[Tensor]:
         """Return what `look` gives for each row, in order; `gathered` modules are passed."""
         by_row: dict[int, Tensor] = {}

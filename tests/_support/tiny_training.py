@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import random
+import shutil
+import tempfile
+from pathlib import Path
 
 import torch
 
 from areal_gym.models.tiny.attend import causal_attend
+from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.models.tiny.decoder import Decoder, build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.types import FinishReason, Group, StopReason, Task, TokenSpan, Trajectory, Turn
@@ -26,6 +32,14 @@ CONFIG = DecoderConfig(
 def tiny_decoder(seed: int = 0) -> Decoder:
     torch.set_num_threads(1)
     return build_decoder(CONFIG, seed=seed)
+
+
+@functools.cache
+def tiny_checkpoint() -> Path:
+    """Where the weights of `tiny_decoder()` lie until the end of the process."""
+    directory = Path(tempfile.mkdtemp(prefix="tiny-policy-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return save_checkpoint(tiny_decoder(), directory / "policy")
 
 
 def random_ids(rng: random.Random, low: int, high: int) -> tuple[int, ...]:

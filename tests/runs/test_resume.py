@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -21,7 +20,6 @@ from areal_gym.errors import (
     EngineError,
     GymError,
     RunExistsError,
-    TrainError,
     UsageError,
 )
 from areal_gym.rollout.journal import Journal
@@ -30,7 +28,6 @@ from areal_gym.run_dir.run_status import StatusFile, StatusRecord
 from areal_gym.runs.resume import NEVER, SILENT, changed_settings, require_resumable
 from areal_gym.runs.run_display import SilentDisplay
 from areal_gym.runs.train import train
-from areal_gym.trainer.parallel.worker import memory_directory
 from tests.run_dir.test_untrusted_runs import SMALL, tree_of
 
 
@@ -349,19 +346,6 @@ def test_run_without_status_file_counts_as_stopped(run):
     (run / "status.json").unlink()
     (run / "summary.json").unlink()
     assert RunDir(run).status == "stopped"
-
-
-# ---- shared memory ------------------------------------------------------------------------------
-
-
-def test_too_little_shared_memory_is_reported(tmp_path):
-    enough = os.statvfs(tmp_path).f_frsize
-    assert memory_directory(enough, tmp_path) == str(tmp_path)
-    with pytest.raises(TrainError, match="share weights") as refused:
-        memory_directory(10**18, tmp_path)
-    assert any("--shm-size" in hint for hint in refused.value.hints)
-    assert "disk is full" not in str(refused.value)
-    assert memory_directory(10**18, tmp_path / "missing") is None
 
 
 def test_existing_run_is_refused_by_name(run, tiny_policy):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from areal_gym.config import load_config
-from areal_gym.errors import ConfigError
 from areal_gym.models.hf.hf_loading import build_policy, load_policy
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.evaluation import evaluate
@@ -76,17 +75,14 @@ def test_a_checkpoint_of_a_run_is_read_by_transformers_alone(checkpoint, tmp_pat
     assert torch.equal(embedding, ours["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize(
-    ("override", "setting"),
-    [
-        ("trainer.num_ranks=2", "trainer.num_ranks above 1"),
-        ("trainer.runs_in=process", "trainer.runs_in=process"),
-        ("trainer.lora={}", "trainer.lora"),
-    ],
-)
-def test_settings_that_these_models_do_not_support_are_named(
-    override, setting, checkpoint, tmp_path
-):
-    config = run_settings(checkpoint("mixtral"), override)
-    with pytest.raises(ConfigError, match=f"{setting} is not supported for .*mixtral"):
-        train(config, run_dir=tmp_path / "run")
+def test_ranks_train_an_adapter_and_publish_it_merged(checkpoint, tmp_path):
+    directory, run = checkpoint("mixtral"), tmp_path / "run"
+    settings = ("trainer.num_ranks=2", "trainer.lora.rank=4", "steps=1")
+    train(run_settings(directory, *settings), run_dir=run)
+    saved = dict(load_policy(run / "checkpoints" / "step-000001").published())
+    start = dict(load_policy(directory).published())
+    assert saved.keys() == start.keys()
+    changed = {name for name in start if not torch.equal(saved[name], start[name])}
+    assert any("q_proj" in name for name in changed)
+    assert any("experts" in name for name in changed)
+    assert not any("norm" in name or "embed" in name for name in changed)

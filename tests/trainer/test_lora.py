@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from areal_gym.config import LoraConfig, TrainerConfig, load_config
 from areal_gym.errors import ConfigError
+from areal_gym.models.adapters import is_adapter, merged_state
 from areal_gym.models.tiny.attend import causal_attend
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.models.tiny.decoder import Decoder
@@ -20,16 +21,11 @@ from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.chunked_logprobs import score_tokens
-from areal_gym.trainer.lora import (
-    adapter_weights,
-    add_adapter,
-    is_adapter,
-    merged_weights,
-)
+from areal_gym.trainer.lora import adapter_weights, add_adapter
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.trainer.weight_sync.adapters import adapter_config
-from tests._support.tiny_training import CONFIG, batch, tiny_decoder
+from tests._support.tiny_training import CONFIG, batch, tiny_checkpoint, tiny_decoder
 
 SETTINGS = LoraConfig(rank=4, alpha=8.0)
 pytest.importorskip("peft", reason="pip install 'areal-gym[lora]'")
@@ -82,7 +78,7 @@ def test_only_the_adapter_has_a_gradient():
 def test_merged_weights_compute_the_same_as_the_adapter():
     decoder = moved()
     merged = Decoder(CONFIG)
-    merged.load_state_dict(dict(merged_weights(decoder, SETTINGS)))
+    merged.load_state_dict(dict(merged_state(decoder)))
     torch.testing.assert_close(logits(merged), logits(decoder), atol=1e-5, rtol=1e-5)
     assert (logits(merged) - logits(tiny_decoder())).abs().max() > 0.1
 
@@ -148,7 +144,7 @@ def test_trainer_publishes_adapter_or_merged_weights(tmp_path):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_worker_trains_adapters(num_ranks, tmp_path):
     config = TrainerConfig(**TRAINING, num_ranks=num_ranks)
-    theirs = ProcessTrainer(Trainer, tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    theirs = ProcessTrainer(Trainer, tiny_checkpoint(), config, advantage=grpo, loss=ppo_clip)
     ours = Trainer(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
     try:
         theirs.step(batch(), 0)
@@ -171,3 +167,10 @@ def test_publishing_a_missing_adapter_is_refused():
         plain.adapter()
     with pytest.raises(ConfigError, match="two thin ones"):
         load_config(overrides=["trainer.lora={}", "trainer.optimizer=muon"])
+
+
+def test_an_adapter_of_the_starter_has_an_optimizer_of_its_own():
+    trainer = load_config(overrides=["trainer.lora={}"]).trainer
+    assert (trainer.optimizer, trainer.lr) == ("adamw", 3e-3)
+    assert load_config(overrides=["trainer.lora={}", "trainer.lr=1e-3"]).trainer.lr == 1e-3
+    assert load_config().trainer.optimizer == "muon"

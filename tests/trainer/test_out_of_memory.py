@@ -22,14 +22,14 @@ from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.parallel.worker import ProcessTrainer
-from tests._support.tiny_training import batch, tiny_decoder
+from tests._support.tiny_training import batch, tiny_checkpoint, tiny_decoder
 
 config = TrainerConfig(tokens_per_microbatch=1_000_000)
 arguments = {"advantage": grpo, "loss": ppo_clip}
 if sys.argv[1] == "here":
     learner, pid = Trainer(tiny_decoder(), config, **arguments), os.getpid()
 else:
-    learner = ProcessTrainer(Trainer, tiny_decoder(), config, **arguments)
+    learner = ProcessTrainer(Trainer, tiny_checkpoint(), config, **arguments)
     pid = learner._workers[0].process.pid
 learner.step(batch(), 0)  # what the first step loads and keeps is not what is missing later
 groups = batch(num_groups=1500)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from areal_gym.config import TrainerConfig, load_config
 from areal_gym.errors import ConfigError, TrainError
-from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.algorithms.token_advantages import gae
@@ -21,7 +21,7 @@ from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group
-from tests._support.tiny_training import batch, tiny_decoder, without_costs
+from tests._support.tiny_training import batch, tiny_checkpoint, tiny_decoder, without_costs
 
 
 def weights_of(learner):
@@ -46,9 +46,9 @@ def assert_same_training(theirs, ours, *, steps=2, tolerance=1e-5):
     assert apart[-3:].max() < 1e-3
 
 
-def ranked(settings, *, decoder=None, **arguments):
+def ranked(settings, *, policy=None, **arguments):
     arguments = {"advantage": grpo, "loss": ppo_clip, **arguments}
-    return ProcessTrainer(Trainer, decoder or tiny_decoder(), settings, **arguments)
+    return ProcessTrainer(Trainer, policy or tiny_checkpoint(), settings, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_critic_and_reference_are_sharded(tiny_policy):
         algorithm="ppo", kl={"coefficient": 0.1}, lr=1e-2, num_ranks=2, minibatches=2
     )
     arguments = {"advantage": gae, "loss": ppo_clip, "reference": tiny_policy}
-    theirs = ranked(config, decoder=load_checkpoint(tiny_policy), **arguments)
+    theirs = ranked(config, policy=tiny_policy, **arguments)
     ours = Trainer(load_checkpoint(tiny_policy), config, **arguments)
     try:
         assert_same_training(theirs, ours)
@@ -125,8 +125,9 @@ def test_checkpoint_resumes_with_another_number_of_ranks(num_ranks, others, sett
     for num_ranks in others:
         decoder = tiny_decoder(seed=5)
         decoder.load_state_dict(weights)
+        policy = save_checkpoint(decoder, tmp_path / f"policy-{num_ranks}")
         other = ranked(
-            config.model_copy(update={"num_ranks": num_ranks}), decoder=decoder, advantage=advantage
+            config.model_copy(update={"num_ranks": num_ranks}), policy=policy, advantage=advantage
         )
         try:
             other.load(tmp_path / "states")

@@ -26,7 +26,7 @@ from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
 from tests._support.paths import ROOT
 from tests._support.processes import is_running
-from tests._support.tiny_training import batch, tiny_decoder, without_costs
+from tests._support.tiny_training import batch, tiny_checkpoint, tiny_decoder, without_costs
 
 SETTINGS = TrainerConfig(optimizer="muon", lr=1e-2, minibatches=2)
 
@@ -34,7 +34,7 @@ SETTINGS = TrainerConfig(optimizer="muon", lr=1e-2, minibatches=2)
 @pytest.fixture
 def worker():
     learner = ProcessTrainer(
-        Trainer, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip, temperature=1.0
+        Trainer, tiny_checkpoint(), SETTINGS, advantage=grpo, loss=ppo_clip, temperature=1.0
     )
     yield learner
     learner.close()
@@ -70,7 +70,7 @@ def test_worker_trains_bit_for_bit_like_the_local_trainer(worker):
 def test_worker_holds_critic_and_reference(tiny_policy, tmp_path):
     settings = TrainerConfig(algorithm="ppo", kl={"coefficient": 0.1}, minibatches=2)
     arguments = {"advantage": gae, "loss": ppo_clip, "reference": tiny_policy}
-    theirs = ProcessTrainer(Trainer, load_checkpoint(tiny_policy), settings, **arguments)
+    theirs = ProcessTrainer(Trainer, tiny_policy, settings, **arguments)
     ours = Trainer(load_checkpoint(tiny_policy), settings, **arguments)
     try:
         for step in range(2):
@@ -81,16 +81,16 @@ def test_worker_holds_critic_and_reference(tiny_policy, tmp_path):
         saved = Trainer(load_checkpoint(tiny_policy), settings, **arguments)
         saved.load(tmp_path / "states")
         assert equal(saved.states(), ours.states())
+        assert equal(weights_of(theirs), weights_of(ours))
     finally:
         theirs.close()
-    assert equal(weights_of(theirs), weights_of(ours))
 
 
 def test_worker_saves_and_restores_checkpoints(worker, tiny_policy, tmp_path):
     worker.step(batch(0), 0)
     path = save_trainer(worker, tmp_path, 1, tiny_policy, {"next_group": 3})
     other = here()
-    other.decoder.load_state_dict(worker.decoder.state_dict())
+    other.decoder.load_state_dict(weights_of(worker))
     assert restore_trainer(other, path) == {"next_group": 3}
     worker.step(batch(1), 1)
     other.step(batch(1), 1)
@@ -106,7 +106,7 @@ def test_worker_training_errors_are_raised_here(worker):
 def test_worker_construction_errors_are_raised_here():
     settings = TrainerConfig(loss_kwargs={"colour": "red"})
     with pytest.raises(ConfigError, match="colour"):
-        ProcessTrainer(Trainer, tiny_decoder(), settings, advantage=grpo, loss=ppo_clip)
+        ProcessTrainer(Trainer, tiny_checkpoint(), settings, advantage=grpo, loss=ppo_clip)
 
 
 def test_worker_death_is_an_error_with_a_resume_hint(worker):
@@ -124,7 +124,7 @@ class NeverSaved(Trainer):
 
 
 def test_worker_death_ends_the_wait_for_a_checkpoint(tmp_path):
-    learner = ProcessTrainer(NeverSaved, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip)
+    learner = ProcessTrainer(NeverSaved, tiny_checkpoint(), SETTINGS, advantage=grpo, loss=ppo_clip)
     try:
         written = learner.save(tmp_path / "states")
         assert learner.step(batch(0), 0)["train/grad_norm"] > 0  # beside it
@@ -144,7 +144,7 @@ class FullDisk(Trainer):
 
 
 def test_worker_reports_a_full_disk_and_continues(tiny_policy, tmp_path):
-    learner = ProcessTrainer(FullDisk, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip)
+    learner = ProcessTrainer(FullDisk, tiny_checkpoint(), SETTINGS, advantage=grpo, loss=ppo_clip)
     try:
         with pytest.raises(TrainError, match="step-000001: No space left on device"):
             save_trainer(learner, tmp_path, 1, tiny_policy)
@@ -158,14 +158,18 @@ def test_worker_does_not_outlive_its_parent(tmp_path):
     code = f"""
         import os, signal, sys
         sys.path.insert(0, {str(ROOT)!r})
-        from tests._support.tiny_training import tiny_decoder
+        from pathlib import Path
         from areal_gym.config import TrainerConfig
         from areal_gym.trainer.algorithms.advantages import grpo
         from areal_gym.trainer.trainer import Trainer
         from areal_gym.trainer.algorithms.losses import ppo_clip
         from areal_gym.trainer.parallel.worker import ProcessTrainer
         learner = ProcessTrainer(
-            Trainer, tiny_decoder(), TrainerConfig(), advantage=grpo, loss=ppo_clip
+            Trainer,
+            Path({str(tiny_checkpoint())!r}),
+            TrainerConfig(),
+            advantage=grpo,
+            loss=ppo_clip,
         )
         print(learner._workers[0].process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

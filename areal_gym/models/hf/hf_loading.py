@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import __version__ as transformers_version
+from transformers.distributed import DistributedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -32,21 +35,39 @@ from areal_gym.models.tiny.checkpoint_files import weight_files
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How the ranks of the process group share a model's weights (FSDP2)."""
+
+    num_ranks: int
+    num_expert_ranks: int = 1
+    """Ranks among which the experts are divided; tokens travel to them (expert parallelism)."""
+    computes_in_bfloat16: bool = False
+    """Layers are gathered and computed in bfloat16, gradients are summed in float32."""
+    offloads: bool = False
+    """Weights and optimizer states lie in host memory."""
+
+
 def load_policy(
     directory: str | Path,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    sharding: Sharding | None = None,
 ) -> HFPolicy:
     """Read the checkpoint in `directory`; weights are converted to `dtype`.
 
+    With `sharding`, every rank of the process group calls this, and reads its shard only: the model
+    is made without memory, laid out, and filled tensor by tensor.
+
     Raises:
         ConfigError: the architecture is unknown or needs code of its own, the weights are
-            quantised, or a file or a weight is missing.
+            quantised, a file or a weight is missing, or it has no plan for expert parallelism.
     """
     directory = Path(directory)
     config = read_config(directory)
     require_all_shards(directory)
+    _require_expert_plan(config, sharding)
     try:
         with without_progress_bars():
             network, report = network_class(config).from_pretrained(
@@ -56,6 +77,7 @@ def load_policy(
                 dtype=dtype,
                 local_files_only=True,
                 output_loading_info=True,
+                distributed_config=_distributed(sharding),
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise ConfigError(
@@ -66,7 +88,43 @@ def load_policy(
             f"{directory} lacks {len(missing)} weights of its architecture, such as {missing[0]}",
             hints=["download the checkpoint again"],
         )
-    return HFPolicy(network.to(device))
+    if sharding is None:
+        return HFPolicy(network.to(device))
+    again = partial(load_policy, directory, device=device, dtype=dtype, sharding=sharding)
+    return HFPolicy(network, again)
+
+
+def policy_without_weights(directory: str | Path) -> HFPolicy:
+    """Return the policy of a checkpoint on the meta device: its names and shapes, in no memory."""
+    config = read_config(Path(directory))
+    with torch.device("meta"):
+        network = network_class(config).from_config(
+            config, attn_implementation=NAME, dtype=torch.float32
+        )
+    return HFPolicy(network)
+
+
+def _require_expert_plan(config: PretrainedConfig, sharding: Sharding | None) -> None:
+    if sharding is None or sharding.num_expert_ranks == 1:
+        return
+    text = config.get_text_config()
+    if not getattr(text, "base_model_ep_plan", None):
+        raise ConfigError(
+            f"transformers {transformers_version} cannot divide experts of {text.model_type} among "
+            f"ranks: it has none, or no plan for them",
+            hints=["every rank gathers a layer's experts: trainer.expert_ranks=1"],
+        )
+
+
+def _distributed(sharding: Sharding | None) -> DistributedConfig | None:
+    if sharding is None:
+        return None
+    return DistributedConfig(
+        fsdp_size=sharding.num_ranks,
+        ep_size=sharding.num_expert_ranks,
+        fsdp_mixed_precision=sharding.computes_in_bfloat16,
+        fsdp_cpu_offload=sharding.offloads,
+    )
 
 
 def build_policy(config: PretrainedConfig, *, seed: int) -> HFPolicy:

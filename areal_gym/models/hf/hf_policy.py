@@ -23,7 +23,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from areal_gym.models.adapters import merged_state
 from areal_gym.models.hf.packed_mixing import PackedMixing
+from areal_gym.models.hf.packing_check import require_exact_packing
 from areal_gym.models.hf.token_mixing import (
     TokenMixing,
     current_mixing,
@@ -31,7 +33,7 @@ from areal_gym.models.hf.token_mixing import (
     mixing_with,
     recurrent_parts,
 )
-from areal_gym.models.policy_model import FlatBatch, ModelShape, PolicyModel
+from areal_gym.models.policy_model import FlatBatch, ModelShape, Pack, PolicyModel
 
 
 class HFPolicy(PolicyModel):
@@ -42,10 +44,18 @@ class HFPolicy(PolicyModel):
 
     Args:
         network: a causal language model; `hf_loading.load_policy` reads one.
+        read_again: reads the same weights into another policy; needed for `duplicate` where the
+            weights are sharded, which FSDP2 cannot copy.
     """
 
-    def __init__(self, network: PreTrainedModel) -> None:
+    network: PreTrainedModel
+
+    def __init__(
+        self, network: PreTrainedModel, read_again: Callable[[], HFPolicy] | None = None
+    ) -> None:
         super().__init__()
+        self.is_sharded = read_again is not None
+        self._read_again = read_again
         self.network = network.eval()
         self._shape = shape_of(network)
         recurrent = recurrent_parts(self.layers)
@@ -118,11 +128,17 @@ class HFPolicy(PolicyModel):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield what `save_pretrained` would write: its names and values, one tensor at a time."""
         tied = set(getattr(self.network, "all_tied_weights_keys", None) or ())
-        for name, tensor in self.network.state_dict().items():
+        for name, tensor in merged_state(self.network, whole):
             if name not in tied:
-                yield from revert_weight_conversion(
-                    self.network, {name: whole(tensor.detach())}
-                ).items()
+                yield from revert_weight_conversion(self.network, {name: tensor}).items()
+
+    def check_packing(self, pack: Pack, dtype: torch.dtype) -> None:
+        """Refuse to train an architecture in which packed sequences see each other."""
+        require_exact_packing(self, pack, dtype)
+
+    def duplicate(self) -> PolicyModel:
+        """Return another policy with the weights that this one had when it was read."""
+        return super().duplicate() if self._read_again is None else self._read_again()
 
     def hf_config(self) -> dict[str, Any]:
         """Return the content of the checkpoint's `config.json`."""

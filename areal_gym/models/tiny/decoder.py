@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from areal_gym.models.adapters import merged_state
 from areal_gym.models.policy_model import FlatBatch, PolicyModel
 from areal_gym.models.tiny.attend import Attend, softcapped
 from areal_gym.models.tiny.decoder_config import DecoderConfig
@@ -234,10 +235,14 @@ class Decoder(PolicyModel):
         """The decoder layers."""
         return self.model.layers
 
+    @property
+    def network(self) -> nn.Module:  # type: ignore[override]
+        """This module: its names are the checkpoint's."""
+        return self
+
     def published(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint's names and tensors; `whole` gathers those that are sharded."""
-        for name, tensor in self.state_dict().items():
-            yield name, whole(tensor.detach())
+        return merged_state(self, whole)
 
     def hf_config(self) -> dict[str, Any]:
         """Return the content of the checkpoint's `config.json`."""

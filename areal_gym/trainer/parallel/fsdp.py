@@ -7,9 +7,12 @@ bfloat16, and gradients are summed in float32.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +29,11 @@ from torch.distributed.tensor import DTensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
+from areal_gym.models.backend import is_for_transformers, load_model
 from areal_gym.models.policy_model import PolicyModel
-from areal_gym.trainer.parallel.rank_group import Ranks
+from areal_gym.trainer.batch.bins import Row
+from areal_gym.trainer.batch.packing import PackedBatch, pack
+from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
 
 def _require_compiler() -> None:
@@ -40,6 +46,61 @@ def _require_compiler() -> None:
                 "trainer.compile=false needs none",
             ],
         )
+
+
+def load_for_training(
+    directory: Path,
+    config: TrainerConfig,
+    ranks: Ranks = ALONE,
+    *,
+    device: torch.device | str = "cpu",
+    load: Callable[..., PolicyModel] = load_model,
+    is_frozen: bool = False,
+) -> PolicyModel:
+    """Read a checkpoint as this rank needs it; every rank must call this.
+
+    A model of transformers is read in shards; `load` reads one of the tiny decoder, whole. Weights
+    that nothing trains are in the type that is computed in.
+
+    Raises:
+        ConfigError: it cannot be trained.
+    """
+    device = torch.device(device)
+    if not is_for_transformers(directory):
+        return load(directory, device=device)
+    from areal_gym.models.hf.hf_loading import Sharding, load_policy
+
+    computes_in = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    sharding = None
+    if ranks.size > 1:
+        sharding = Sharding(
+            num_ranks=ranks.size,
+            num_expert_ranks=config.expert_ranks,
+            computes_in_bfloat16=config.dtype == "bfloat16",
+            offloads=config.cpu_offload and device.type == "cuda",
+        )
+    return load_policy(
+        directory,
+        device=device,
+        dtype=computes_in if is_frozen or config.lora is not None else torch.float32,
+        sharding=sharding,
+    )
+
+
+def require_exact_packing(model: PolicyModel, config: TrainerConfig) -> None:
+    """Refuse a model whose packed sequences see each other; every rank must call this.
+
+    Raises:
+        ConfigError: names the architecture and what to do.
+    """
+    device = next(model.parameters()).device
+    with autocast(device, config):
+        model.check_packing(_pack, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+    drop_gathered(model)
+
+
+def _pack(rows: Sequence[Sequence[int]], num_shared: int) -> PackedBatch:
+    return pack([Row(token_ids=row, num_shared=num_shared) for row in rows])
 
 
 def prepare_decoder(decoder: PolicyModel, config: TrainerConfig, ranks: Ranks) -> None:
@@ -59,7 +120,7 @@ def prepare_decoder(decoder: PolicyModel, config: TrainerConfig, ranks: Ranks) -
         for layer in decoder.layers:
             if isinstance(mlp := getattr(layer, "mlp", None), nn.Module):
                 mlp.compile(dynamic=True)
-    if ranks.size == 1:
+    if ranks.size == 1 or decoder.is_sharded:
         return
     options = _fsdp_options(decoder, config, ranks)
     for layer in decoder.layers:
@@ -73,14 +134,20 @@ def shard_head(head: nn.Linear, config: TrainerConfig, ranks: Ranks) -> None:
         fully_shard(head, **_fsdp_options(head, config, ranks))
 
 
-def drop_gathered(*modules: object) -> None:
+def drop_gathered(*modules: nn.Module | None) -> None:
     """Free weights that a forward pass without a backward pass has left gathered.
 
     Otherwise the next forward pass would use these weights, which may be outdated.
     """
     for module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        for part in () if module is None else module.modules():
+            if isinstance(part, FSDPModule):
+                # Modules that stay gathered for the backward pass would ignore `reshard`.
+                groups = part._get_fsdp_state()._fsdp_param_groups
+                is_kept = any(not group._reshard_after_forward for group in groups)
+                part.set_reshard_after_forward(True, recurse=False)
+                part.reshard()
+                part.set_reshard_after_forward(not is_kept, recurse=False)
 
 
 def autocast(device: torch.device, config: TrainerConfig) -> AbstractContextManager[Any]:
@@ -93,6 +160,37 @@ def autocast(device: torch.device, config: TrainerConfig) -> AbstractContextMana
 def full(tensor: Tensor) -> Tensor:
     """Return a whole weight; every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors that lie on the same ranks in the same way: experts may lie on others."""
+    groups: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        groups.setdefault(layout, []).append(tensor)
+    return list(groups.values())
+
+
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float, ranks: Ranks = ALONE) -> float:
+    """Scale gradients in place to a norm of at most `max_norm`; return the norm they had.
+
+    Gradients of parameters that every rank has whole (adapters of a sharded model) are averaged
+    first, as FSDP2 does with those that it shards.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if ranks.size > 1:
+        for gradient in gradients:
+            if not isinstance(gradient, DTensor):
+                torch.distributed.all_reduce(gradient)
+                gradient /= ranks.size
+    groups = by_mesh(gradients)
+    if len(groups) == 1:
+        return float(full(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
+    # torch's own function takes gradients of one mesh only.
+    norm = math.hypot(*(float(full(torch.nn.utils.get_total_norm(group))) for group in groups))
+    for gradient in gradients:
+        gradient *= min(1.0, max_norm / (norm + 1e-6))
+    return norm
 
 
 def _fsdp_options(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:

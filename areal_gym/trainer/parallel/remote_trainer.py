@@ -5,6 +5,8 @@ RemoteTrainer.step  --what starts the ranks: `worker`, `distributed.ray_ranks`--
 
 from __future__ import annotations
 
+import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,24 +18,32 @@ import torch
 from torch import Tensor
 
 from areal_gym.config import TrainerConfig
-from areal_gym.errors import GymError, TrainError
-from areal_gym.models.tiny.decoder import Decoder
-from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.errors import ConfigError, GymError, TrainError
+from areal_gym.models.backend import model_without_weights
+from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.batch.examples import Example
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.out_of_memory import out_of_memory
-from areal_gym.trainer.parallel.rank_group import Ranks
+from areal_gym.trainer.parallel.fsdp import load_for_training
+from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.types import Group, Task
+
+Load = Callable[..., PolicyModel]
+"""Reads a checkpoint directory (`device=`)."""
+
+_PART_BYTES = 64_000_000
+"""How many bytes of weights, at least, ranks send in one answer; one tensor may be larger."""
 
 
 class RemoteTrainer(ABC):
     """Forwards what `Trainer` and `Supervised` do to the ranks; arguments and errors are theirs.
 
-    `decoder` is on the CPU and holds the whole weights, which are new after each step.
+    No weights are in this process: `decoder` has names and shapes only, and `weights` are received
+    part by part while they are used.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, policy: Path, load: Load) -> None:
+        self.decoder = model_without_weights(policy, load)
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saved")
 
     def step(self, batch: Sequence[Group] | Sequence[Example], version: int) -> dict[str, float]:
@@ -67,9 +77,12 @@ class RemoteTrainer(ABC):
         return rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and the live tensors; copy them before the next step."""
-        for name, tensor in self.decoder.state_dict().items():
-            yield name, tensor.detach()
+        """Yield Hugging Face names and tensors; none may be asked for after the next step."""
+        is_first = True
+        while part := self._ask("next_weights", is_first):
+            is_first = False
+            for name, dtype, shape, array in part:
+                yield name, torch.tensor(array).view(dtype).view(shape)
 
     def adapter(self) -> dict[str, Tensor]:
         """Return peft's names and the adapter's tensors."""
@@ -122,8 +135,10 @@ class TrainerRecipe:
     """The parts from which every rank makes its trainer; picklable."""
 
     trainer_class: Callable[..., Any]
-    decoder_class: type[Decoder]
-    decoder_config: DecoderConfig
+    policy: Path
+    """The checkpoint whose weights it starts from, which every rank reads."""
+    load: Load
+    """Reads checkpoints of the tiny decoder."""
     config: TrainerConfig
     device: str
     """"cpu" or "cuda"; a process that sees several GPUs takes the one of its rank."""
@@ -136,42 +151,48 @@ class TrainerRecipe:
 class Serving:
     """A trainer that is one of the ranks.
 
-    `fill` puts the weights into the whole decoder, on the CPU, that it is given; the first rank
-    keeps it up to date. The first rank calls `tell`, in a thread, when a checkpoint is on disk
-    (None), or could not be written.
+    The first rank calls `tell`, in a thread, when a checkpoint is on disk (None), or could not be
+    written.
+
+    Raises:
+        ConfigError: the policy's checkpoint is not there, on this machine.
     """
 
     def __init__(
-        self,
-        recipe: TrainerRecipe,
-        rank: int,
-        fill: Callable[[Decoder], None],
-        tell: Callable[[BaseException | None], None],
+        self, recipe: TrainerRecipe, rank: int, tell: Callable[[BaseException | None], None]
     ) -> None:
         config, is_on_gpu = recipe.config, recipe.device == "cuda"
         torch.set_num_threads(config.num_threads)
-        self.whole = decoder = recipe.decoder_class(recipe.decoder_config)
-        fill(self.whole)
-        arguments = dict(recipe.arguments)
+        if not recipe.policy.is_dir():
+            raise ConfigError(
+                f"rank {rank} of the trainer, on {socket.gethostname()}, does not see the "
+                f"checkpoint {recipe.policy}",
+                hints=["put it, and the run directory, on a file system that all machines share"],
+            )
+        arguments, ranks = dict(recipe.arguments), ALONE
         if config.num_ranks > 1:
             if is_on_gpu:
                 torch.cuda.set_device(rank % torch.cuda.device_count())
+                os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # for transformers
             backend = "nccl" if is_on_gpu else "gloo"
             if is_on_gpu and config.cpu_offload:
                 backend = "cpu:gloo,cuda:nccl"  # the gradients' norm is summed where they are
             torch.distributed.init_process_group(
                 backend, init_method=recipe.meeting, rank=rank, world_size=config.num_ranks
             )
-            arguments["ranks"] = Ranks(rank, config.num_ranks)
-        if config.num_ranks > 1 or is_on_gpu or config.lora is not None:
-            decoder = recipe.decoder_class(recipe.decoder_config, device=recipe.device)
-            decoder.load_state_dict(self.whole.state_dict())
+            arguments["ranks"] = ranks = Ranks(rank, config.num_ranks)
+        decoder = load_for_training(
+            recipe.policy, config, ranks, device=recipe.device, load=recipe.load
+        )
         self._is_writer = rank == 0
         self._tell = tell
         self._trainer = recipe.trainer_class(decoder, config, **arguments)
+        self._weights: Iterator[tuple[str, Tensor]] = iter(())
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call the trainer's method; after a step, the whole weights are new."""
+        """Call a method of the trainer, or `next_weights`."""
+        if method == "next_weights":
+            return self._next_weights(*arguments)
         answer = getattr(self._trainer, method)(*arguments)
         if method == "score":
             return [logprobs_T.tolist() for logprobs_T in answer]
@@ -181,12 +202,21 @@ class Serving:
             if self._is_writer:
                 answer.add_done_callback(self._tell_of_checkpoint)
             return None
-        if method in ("step", "load") and self._trainer.decoder is not self.whole:
-            shared = self.whole.state_dict()
-            for name, tensor in self._trainer.weights():
-                if self._is_writer:
-                    shared[name].copy_(tensor)
         return answer
+
+    def _next_weights(self, is_first: bool) -> list[tuple[str, torch.dtype, torch.Size, Any]]:
+        """Return the next whole tensors as arrays of bytes; all ranks gather, the first returns."""
+        if is_first:
+            self._weights = self._trainer.weights()
+        part, num_bytes = [], 0
+        for name, tensor in self._weights:
+            if self._is_writer:
+                raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
+                part.append((name, tensor.dtype, tensor.shape, raw.numpy()))
+            num_bytes += tensor.numel() * tensor.element_size()
+            if num_bytes >= _PART_BYTES:
+                break
+        return part
 
     def _tell_of_checkpoint(self, written: Future[None]) -> None:
         error = written.exception()

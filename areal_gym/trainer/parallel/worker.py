@@ -2,23 +2,19 @@
 
     rollouts, engine            this process: `ProcessTrainer`        a worker for each rank
         groups ------------------> step(groups, version) --pipes-------> Trainer.step
-        weights <----------------- weights() <--- one mapped file ------ whole weights
+        weights <----------------- weights() <--- part by part --------- Trainer.weights
 
 In threads of one interpreter, a step's training took two to three times as long beside rollouts as
-alone. One worker's parameters are the mapped file, so that nothing is copied for a publication.
-Several workers are the ranks of FSDP2, each with a part of the weights; the first writes the whole
-ones to the file after each step. Workers work only inside a call, and the weights are read between
-calls. They are started as programs, not forked, because threads are running already, and end when
-this process does.
+alone. Several workers are the ranks of FSDP2, each with a part of the weights, which it reads from
+the checkpoint; none are in this process. Workers work only inside a call. They are started as
+programs, not forked, because threads are running already, and end when this process does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,9 +30,10 @@ import torch
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import TrainError
-from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.backend import load_model
 from areal_gym.trainer.out_of_memory import DEATH_HINTS
 from areal_gym.trainer.parallel.remote_trainer import (
+    Load,
     RemoteTrainer,
     Serving,
     TrainerRecipe,
@@ -52,8 +48,8 @@ _END_S = 10.0
 class ProcessTrainer(RemoteTrainer):
     """A trainer in `config.num_ranks` child processes; with `device="cuda"`, worker i takes GPU i.
 
-    Each worker calls `trainer_class`, importable by name, with further `arguments`. The weights of
-    `decoder`, on the CPU, move into shared memory, and change with each step.
+    Each worker calls `trainer_class`, importable by name, with further `arguments`. It starts from
+    the checkpoint `policy`; `load` reads those of the tiny decoder.
 
     Raises:
         GymError: what `trainer_class` raised.
@@ -63,32 +59,29 @@ class ProcessTrainer(RemoteTrainer):
     def __init__(
         self,
         trainer_class: Callable[..., Any],
-        decoder: Decoder,
+        policy: Path,
         config: TrainerConfig,
         *,
+        load: Load = load_model,
         device: str = "cpu",
         **arguments: Any,
     ) -> None:
-        super().__init__(decoder)
+        super().__init__(policy, load)
         self._workers: list[_Worker] = []
         # Where the ranks find each other, as long as they live.
-        num_bytes = 4 * sum(parameter.numel() for parameter in decoder.parameters())
-        self._home = tempfile.TemporaryDirectory(dir=memory_directory(num_bytes))
-        file = Path(self._home.name) / "weights"
+        self._home = tempfile.TemporaryDirectory()
         recipe = TrainerRecipe(
             trainer_class=trainer_class,
-            decoder_class=type(decoder),
-            decoder_config=decoder.config,
+            policy=policy.absolute(),
+            load=load,
             config=config,
             device=device,
             meeting=f"file://{self._home.name}/ranks",
             arguments=arguments,
         )
         try:
-            _share(decoder, file)
             self._workers += [_Worker(rank) for rank in range(config.num_ranks)]
-            self._ask("begin", recipe, file)
-            file.unlink()  # mapped by all of them
+            self._ask("begin", recipe)
         except BaseException:
             self.close()
             raise
@@ -214,8 +207,8 @@ def main() -> None:
             try:
                 method, arguments = pickle.loads(message)
                 if serving is None:
-                    recipe, file = arguments
-                    serving = Serving(recipe, rank, partial(_map, file), tell)
+                    (recipe,) = arguments
+                    serving = Serving(recipe, rank, tell)
                 else:
                     answer = serving.call(method, *arguments)
             except Exception as error:
@@ -223,50 +216,6 @@ def main() -> None:
             pipe.send_bytes(pickle.dumps((is_error, answer), pickle.HIGHEST_PROTOCOL))
     if torch.distributed.is_initialized():
         os._exit(0)  # the others may have died: no farewell that could wait for them
-
-
-def _share(decoder: Decoder, file: Path) -> None:
-    """Move the weights into `file`, mapped; the values stay as they are."""
-    values = {name: tensor.clone() for name, tensor in decoder.named_parameters()}
-    with file.open("wb") as stream:
-        # All of it is set aside now: a page that is not there later would be a bus error.
-        os.posix_fallocate(stream.fileno(), 0, 4 * sum(t.numel() for t in values.values()))
-    _map(file, decoder)
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            parameter.copy_(values[name])
-
-
-def _map(file: Path, decoder: Decoder) -> None:
-    """Let the parameters be `file`: what one process writes, the other one reads."""
-    parameters = list(decoder.parameters())
-    sizes = [parameter.numel() for parameter in parameters]
-    flat = torch.from_file(str(file), shared=True, size=sum(sizes), dtype=torch.float32)
-    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-        parameter.data = part.view(parameter.shape)
-
-
-def memory_directory(num_bytes: int, place: Path = Path("/dev/shm")) -> str | None:
-    """Return a file system in memory, where there is one; None is the usual temporary directory.
-
-    Raises:
-        TrainError: it is there, and has no room for `num_bytes`.
-    """
-    if not os.access(place, os.W_OK):
-        return None
-    free = shutil.disk_usage(place).free
-    if free < num_bytes:
-        size = f"{max(1, math.ceil(2 * num_bytes / 1e9))}g"
-        raise TrainError(
-            f"{place} has {free / 1e6:.0f} MB left, but trainer and engine share weights of "
-            f"{num_bytes / 1e6:.0f} MB there",
-            hints=[
-                f"in a container: docker run --shm-size={size}",
-                f"or: mount -o remount,size={size} {place}",
-                "or train in the same process: trainer.runs_in=thread",
-            ],
-        )
-    return str(place)
 
 
 def _describe_exit(code: int) -> str:

@@ -1,0 +1,161 @@
+"""Models of transformers on several ranks: each reads its shard, and all compute what one does."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from areal_gym.errors import ConfigError
+from areal_gym.models.hf.hf_loading import Sharding, build_policy, load_policy
+from areal_gym.trainer.batch.bins import Row
+from areal_gym.trainer.batch.packing import pack
+from areal_gym.trainer.chunked_logprobs import score_tokens
+from areal_gym.trainer.parallel.fsdp import full
+from tests._support.rank_processes import on_ranks
+from tests._support.tiny_architectures import tiny_config
+
+NAMES = ["llama", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_vl"]
+WITH_EXPERTS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"]
+
+
+def two_groups(can_share_prompts):
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda count: tuple(torch.randint(3, 100, (count,), generator=generator).tolist())  # noqa: E731
+    for num_prompt in (25, 11):
+        prompt = draw(num_prompt)
+        num_shared = num_prompt * can_share_prompts
+        yield [Row(token_ids=(*prompt, *draw(n)), num_shared=num_shared) for n in (9, 30, 17)]
+
+
+def loss_of(policy, rows):
+    masks = [(False,) * 11 + (True,) * (len(row.token_ids) - 11) for row in rows]
+    logprobs = score_tokens(policy, pack(rows), masks).logprobs
+    return (logprobs * torch.linspace(-1, 1, len(logprobs))).sum()
+
+
+def compare_with_one_rank(rank, directory, names, num_expert_ranks):
+    """The largest relative difference of a gradient, and whether published tensors are equal."""
+    results = {}
+    num_ranks = torch.distributed.get_world_size()
+    for name in names:
+        alone = load_policy(directory / name)
+        for rows in two_groups(alone.can_share_prompts):
+            loss_of(alone, rows).backward()
+        sharding = Sharding(num_ranks=num_ranks, num_expert_ranks=num_expert_ranks)
+        policy = load_policy(directory / name, sharding=sharding)
+        mine = list(two_groups(policy.can_share_prompts))[rank]
+        (loss_of(policy, mine) * num_ranks).backward()  # gradients are averaged over the ranks
+        expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+        gap = max(
+            float((full(p.grad) - expected[n]).abs().max() / expected[n].abs().max())
+            for n, p in policy.named_parameters()
+            if n in expected and expected[n].abs().max() > 0
+        )
+        whole, published = dict(alone.published()), dict(policy.published(full))
+        is_equal = whole.keys() == published.keys() and all(
+            torch.equal(whole[n], published[n]) for n in whole
+        )
+        results[name] = gap, is_equal
+    return results
+
+
+def checkpoints(path, names):
+    for name in names:
+        build_policy(tiny_config(name), seed=0).network.save_pretrained(path / name)
+    return path
+
+
+def compare_layouts(rank, directory):
+    return {
+        "sharded": compare_with_one_rank(rank, directory, NAMES, 1),
+        "divided experts": compare_with_one_rank(rank, directory, WITH_EXPERTS, 2),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    path = checkpoints(tmp_path_factory.mktemp("models"), NAMES)
+    return on_ranks(2, compare_layouts, path)[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *(("sharded", name) for name in NAMES),
+        *(("divided experts", name) for name in WITH_EXPERTS),
+    ],
+)
+def test_two_ranks_have_the_gradients_of_one(layout, name, on_two_ranks):
+    gap, is_published_equal = on_two_ranks[layout][name]
+    assert gap < 1e-4
+    assert is_published_equal
+
+
+def peak_while_loading(rank, directory):
+    """(10^6 bytes of private memory at the peak, bytes of this rank's shard in float32)."""
+
+    def private_mb():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1e3
+
+    # What is imported, and made once, is not the model's.
+    sharding = Sharding(num_ranks=torch.distributed.get_world_size())
+    load_policy(directory / "small", sharding=sharding)
+    gc.collect()
+    before, peak, is_over = private_mb(), [0.0], threading.Event()
+
+    def watch():
+        while not is_over.is_set():
+            peak[0] = max(peak[0], private_mb())
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    policy = load_policy(directory / "large", sharding=sharding)
+    is_over.set()
+    watcher.join()
+    shard = sum(4 * p.to_local().numel() for p in policy.parameters())
+    return peak[0] - before, shard / 1e6
+
+
+@pytest.fixture(scope="module")
+def a_hundred_million(tmp_path_factory):
+    path = tmp_path_factory.mktemp("memory")
+    checkpoints(path, ["qwen3"])
+    (path / "qwen3").rename(path / "small")
+    config = tiny_config(
+        "qwen3",
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2304,
+        num_hidden_layers=8,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+    )
+    policy = build_policy(config, seed=0)
+    assert 95e6 < policy.shape.num_parameters < 115e6
+    policy.network.to(torch.bfloat16).save_pretrained(path / "large", max_shard_size="50MB")
+    return path
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_no_rank_holds_more_than_its_shard_while_it_reads(num_ranks, a_hundred_million):
+    for peak_mb, shard_mb in on_ranks(num_ranks, peak_while_loading, a_hundred_million):
+        assert peak_mb <= 1.2 * shard_mb
+
+
+def load_with_divided_experts(rank, directory):
+    try:
+        load_policy(directory, sharding=Sharding(num_ranks=2, num_expert_ranks=2))
+    except ConfigError as error:
+        return error.message, error.hints
+
+
+def test_an_architecture_without_a_plan_for_experts_is_refused(tmp_path):
+    checkpoints(tmp_path, ["llama4_text"])
+    message, hints = on_ranks(2, load_with_divided_experts, tmp_path / "llama4_text")[0]
+    assert "llama4_text" in message
+    assert "expert_ranks=1" in hints[0]
