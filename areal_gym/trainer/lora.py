@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from areal_gym.config import LoraConfig
 from areal_gym.errors import ConfigError
-from areal_gym.models.adapters import ADAPTER, is_adapter
+from areal_gym.models.lora_weights import ADAPTER, is_adapter
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.parallel.fsdp import full
 

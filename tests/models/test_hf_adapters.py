@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 
 from areal_gym.config import LoraConfig
 from areal_gym.errors import ConfigError
-from areal_gym.models.adapters import is_adapter
 from areal_gym.models.hf.hf_loading import build_policy, load_policy
+from areal_gym.models.lora_weights import is_adapter
 from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.lora import adapter_weights, add_adapter

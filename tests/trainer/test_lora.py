@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from areal_gym.config import LoraConfig, TrainerConfig, load_config
 from areal_gym.errors import ConfigError
-from areal_gym.models.adapters import is_adapter, merged_state
+from areal_gym.models.lora_weights import is_adapter, merged_state
 from areal_gym.models.tiny.attend import causal_attend
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.models.tiny.decoder import Decoder

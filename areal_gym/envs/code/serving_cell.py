@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or "Pieces" not in globals():  # else this is sent behind `plain_values`
     from areal_gym.envs.code.plain_values import NotPlainError, Pieces, decode, encode, parse
 
 _MUTABLE = (list, dict, set, bytearray)

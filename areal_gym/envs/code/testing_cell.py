@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or "Pieces" not in globals():  # else this is sent behind `plain_values`
     from areal_gym.envs.code.plain_values import Pieces, decode, encode, parse
 
 

@@ -37,7 +37,7 @@ _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """How the ranks of the process group share a model's weights (FSDP2)."""
+    """Says how the ranks of the process group share a model's weights (FSDP2)."""
 
     num_ranks: int
     num_expert_ranks: int = 1

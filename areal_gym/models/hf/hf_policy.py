@@ -23,7 +23,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from areal_gym.models.adapters import merged_state
 from areal_gym.models.hf.packed_mixing import PackedMixing
 from areal_gym.models.hf.packing_check import require_exact_packing
 from areal_gym.models.hf.token_mixing import (
@@ -33,6 +32,7 @@ from areal_gym.models.hf.token_mixing import (
     mixing_with,
     recurrent_parts,
 )
+from areal_gym.models.lora_weights import merged_state
 from areal_gym.models.policy_model import FlatBatch, ModelShape, Pack, PolicyModel
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from areal_gym.models.adapters import merged_state
+from areal_gym.models.lora_weights import merged_state
 from areal_gym.models.policy_model import FlatBatch, PolicyModel
 from areal_gym.models.tiny.attend import Attend, softcapped
 from areal_gym.models.tiny.decoder_config import DecoderConfig
