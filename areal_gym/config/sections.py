@@ -129,6 +129,7 @@ class LoraConfig(Settings):
     """A low-rank adapter (LoRA) that is trained instead of the weights."""
 
     rank: int = Field(16, ge=1)
+    """The width of its matrices: one of [rank, in] and one of [out, rank] beside each weight."""
     alpha: float = Field(32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
     targets: Literal["all"] | tuple[str, ...] = "all"
