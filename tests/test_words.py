@@ -21,13 +21,10 @@ VAGUE_NAMES = {"found", "told", "said"}
 VAGUE_WORDS = re.compile(r"\b(nobody|somebody)(?!:)\b", re.I)
 
 # Violations that are left in each top folder. They may only become fewer.
-FRAGMENTS_LEFT: dict[str, int] = {
-    "utils": 1,
-}
+FRAGMENTS_LEFT: dict[str, int] = {}
 VAGUE_NAMES_LEFT: dict[str, int] = {}
 VAGUE_WORDS_LEFT: dict[str, int] = {
     "envs": 2,  # tau2's prompts, which past results were measured with
-    "utils": 1,
 }
 
 

@@ -14,13 +14,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from areal_gym.errors import ConfigError, DataError, GymError, TrainError, UsageError
 from areal_gym.models.tiny.checkpoint_files import (
+    MAX_FILE_BYTES,
     fresh_directory,
     require_whole_weights,
     write_checkpoint,
@@ -50,7 +53,8 @@ def save_trainer(
 ) -> Path:
     """Write the checkpoint of a step below `directory` and return its path.
 
-    Nothing else may use the trainer before everything is copied and `on_copied` is called.
+    Nothing else may use the trainer before `on_copied` is called: when everything is copied, or,
+    for weights of more than one file, written, so that this process never holds them all.
     `tokenizer_dir` is a checkpoint whose tokenizer files belong to the policy; `rollout_state`
     (JSON), the tasks that come next, is what `restore_trainer` returns.
 
@@ -61,11 +65,17 @@ def save_trainer(
     facts = {"step": step, "rollout": dict(rollout_state or {})}
     with fresh_directory(path) as fresh:
         # First the weights: a thread begins to write the states, and Python lets one at a time run.
-        weights = {name: w.detach().to("cpu", copy=True) for name, w in trainer.weights()}
+        weights: Iterable[tuple[str, Tensor]] = trainer.weights()
+        is_small = 4 * sum(p.numel() for p in trainer.decoder.parameters()) <= MAX_FILE_BYTES
+        if is_small:
+            weights = [(name, w.detach().to("cpu", copy=True)) for name, w in weights]
+        else:
+            write_checkpoint(trainer.decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
         states = trainer.save(fresh / _STATES)
         try:
             on_copied()
-            write_checkpoint(trainer.decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
+            if is_small:
+                write_checkpoint(trainer.decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
             write_file(fresh / _FACTS, (json.dumps(facts) + "\n").encode())
         finally:
             wait([states])  # nothing may write into what is going to be deleted

@@ -1,18 +1,25 @@
 """Models of transformers on several ranks: each reads its shard, and all compute what one does."""
 
 import gc
+import json
 import threading
 import time
 
 import pytest
 import torch
 
+from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
 from areal_gym.models.hf.hf_loading import Sharding, build_policy, load_policy
+from areal_gym.models.tiny.checkpoint_files import write_weights
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.parallel.fsdp import full
+from areal_gym.trainer.parallel.worker import ProcessTrainer
+from areal_gym.trainer.trainer import Trainer
 from tests._support.rank_processes import on_ranks
 from tests._support.tiny_architectures import tiny_config
 
@@ -93,12 +100,13 @@ def test_two_ranks_have_the_gradients_of_one(layout, name, on_two_ranks):
     assert is_published_equal
 
 
+def private_mb():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1e3
+
+
 def peak_while_loading(rank, directory):
     """(10^6 bytes of private memory at the peak, bytes of this rank's shard in float32)."""
-
-    def private_mb():
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1e3
 
     # What is imported, and made once, is not the model's.
     sharding = Sharding(num_ranks=torch.distributed.get_world_size())
@@ -145,6 +153,36 @@ def a_hundred_million(tmp_path_factory):
 def test_no_rank_holds_more_than_its_shard_while_it_reads(num_ranks, a_hundred_million):
     for peak_mb, shard_mb in on_ranks(num_ranks, peak_while_loading, a_hundred_million):
         assert peak_mb <= 1.2 * shard_mb
+
+
+def test_driver_receives_weights_without_holding_them(a_hundred_million, tmp_path):
+    config = TrainerConfig(num_ranks=2)
+    trainer = ProcessTrainer(
+        Trainer, a_hundred_million / "large", config, advantage=grpo, loss=ppo_clip
+    )
+    try:
+        before, peak = private_mb(), 0.0
+
+        def watched():
+            nonlocal peak
+            for item in trainer.weights():
+                peak = max(peak, private_mb())
+                yield item
+
+        write_weights(watched(), tmp_path, max_bytes=30_000_000)
+        num_bytes = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+        assert num_bytes > 380e6
+        assert peak - before < 0.6 * num_bytes / 1e6  # a part, the largest tensor and one file
+        read = load_policy(write_config(trainer.decoder, tmp_path)).published()
+        original = dict(load_policy(a_hundred_million / "large").published())
+        assert all(torch.equal(original[name], tensor) for name, tensor in read)
+    finally:
+        trainer.close()
+
+
+def write_config(decoder, directory):
+    (directory / "config.json").write_text(json.dumps(decoder.hf_config()))
+    return directory
 
 
 def load_with_divided_experts(rank, directory):

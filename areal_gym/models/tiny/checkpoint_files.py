@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ TOKENIZER_FILES = (
 """Files that `save_checkpoint` copies from `tokenizer_dir`, if they exist."""
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_FILE_BYTES = 2**30
+"""The size of a file of weights, which a writer holds in memory; a larger tensor has its own."""
 
 
 def load_checkpoint(
@@ -160,7 +162,7 @@ def save_checkpoint(
         TrainError: the disk is full or cannot be written; nothing half-written is left.
     """
     with fresh_directory(Path(path)) as fresh:
-        weights = dict(decoder.named_parameters())
+        weights = decoder.named_parameters()
         write_checkpoint(decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
         for name, content in (extra_files or {}).items():
             write_file(fresh / name, content)
@@ -169,7 +171,7 @@ def save_checkpoint(
 
 def write_checkpoint(
     decoder: PolicyModel,
-    weights: Mapping[str, Tensor],
+    weights: Iterable[tuple[str, Tensor]],
     directory: Path,
     *,
     tokenizer_dir: Path | str | None = None,
@@ -182,16 +184,64 @@ def write_checkpoint(
         OSError, SafetensorError: the disk is full or cannot be written.
     """
     config = decoder.hf_config()
-    config["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    config["torch_dtype"] = str(write_weights(weights, directory)).removeprefix("torch.")
     write_file(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     if tokenizer_dir is not None:
         for name in TOKENIZER_FILES:
             source = Path(tokenizer_dir) / name
             if source.is_file():
                 write_file(directory / name, source.read_bytes())
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(tensors, directory / _SINGLE, metadata={"format": "pt"})
-    _sync(directory / _SINGLE)
+
+
+def write_weights(
+    weights: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = MAX_FILE_BYTES,
+) -> torch.dtype:
+    """Write safetensors: one file, or several and an index; return the type of the first tensor.
+
+    Tensors are taken one by one and held until `max_bytes` of them make a file. They are converted
+    to `dtype` if it is given.
+
+    Raises:
+        OSError, SafetensorError: the disk is full or cannot be written.
+    """
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    num_held = num_bytes = 0
+    first: torch.dtype | None = None
+
+    def write() -> None:
+        file = directory / f"model-{len(files) + 1:05d}.safetensors"
+        save_file(held, file, metadata={"format": "pt"})
+        _sync(file)
+        files.append([*held])
+
+    for name, tensor in weights:
+        # Contiguous copies: safetensors refuses tensors that share memory.
+        tensor = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        first = first or tensor.dtype
+        size = tensor.numel() * tensor.element_size()
+        if held and num_held + size > max_bytes:
+            write()
+            held, num_held = {}, 0
+        held[name] = tensor
+        num_held += size
+        num_bytes += size
+    write()
+    if len(files) == 1:
+        (directory / "model-00001.safetensors").rename(directory / _SINGLE)
+        return first or torch.float32
+    places: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (directory / f"model-{number:05d}.safetensors").rename(directory / file)
+        places |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
+    write_file(directory / _INDEX, (json.dumps(index, indent=2) + "\n").encode())
+    return first or torch.float32
 
 
 @contextmanager

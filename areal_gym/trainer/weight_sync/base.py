@@ -7,9 +7,10 @@ when the engine samples with them; the engine itself checks the version of each 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from areal_gym.config import LoraConfig, PluginConfig
 from areal_gym.engines.base import Engine, LocalEngine, RemoteEngine, WeightServer
@@ -17,6 +18,7 @@ from areal_gym.errors import ConfigError, EngineError
 from areal_gym.plugins import registry
 from areal_gym.trainer.base import AdapterWeightSync, GroupTrainer, Weights, WeightSync
 
+_T = TypeVar("_T")
 _CONTROL_S = 120.0
 BROKEN_WEIGHTS = "broken"
 """The version that a server reports after a partial transfer, so that it does not serve."""
@@ -119,3 +121,12 @@ async def update_session(servers: Sequence[WeightServer]) -> AsyncIterator[list[
             )
         raise
     await on_all(alive, lambda server: post(server, "/end_weight_update"))
+
+
+async def fetched(parts: Iterator[_T]) -> AsyncIterator[tuple[_T, bool]]:
+    """Yield each part, and whether it is the last; a thread fetches the one after it."""
+    part = await asyncio.to_thread(next, parts, None)
+    while part is not None:
+        following = await asyncio.to_thread(next, parts, None)
+        yield part, following is None
+        part = following

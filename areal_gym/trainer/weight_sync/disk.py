@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from areal_gym.engines.base import Engine
+from areal_gym.models.tiny.checkpoint_files import write_weights
 from areal_gym.trainer.base import Weights
 from areal_gym.trainer.weight_sync.base import on_all, require_remote
 from areal_gym.utils.files import readable_disk_errors
@@ -48,15 +47,10 @@ class DiskWeightSync:
     def _write(self, weights: Weights, version: int) -> Path:
         path = self._directory / f"version-{version:06d}"
         draft = path.with_name(f".{path.name}.tmp")
-        # Contiguous copies: safetensors refuses tensors that share memory.
-        tensors = {name: tensor.to("cpu", self._dtype, copy=True) for name, tensor in weights}
         with readable_disk_errors(self._directory):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            file = draft / "model.safetensors"
-            save_file({n: t.contiguous() for n, t in tensors.items()}, file, {"format": "pt"})
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
+            write_weights(weights, draft, dtype=self._dtype)
             shutil.rmtree(path, ignore_errors=True)
             draft.rename(path)
         return path

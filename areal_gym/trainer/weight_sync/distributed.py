@@ -18,7 +18,12 @@ from areal_gym.engines.base import Engine, WeightServer
 from areal_gym.errors import EngineError
 from areal_gym.models.process_groups import join_group
 from areal_gym.trainer.base import Weights
-from areal_gym.trainer.weight_sync.base import on_all, require_remote, update_session
+from areal_gym.trainer.weight_sync.base import (
+    fetched,
+    on_all,
+    require_remote,
+    update_session,
+)
 from areal_gym.trainer.weight_sync.tensor import buckets, last_part
 
 _names = itertools.count()
@@ -66,15 +71,19 @@ class DistributedWeightSync:
         Raises:
             EngineError: no server took the weights.
         """
-        parts = list(buckets(weights, self._bucket_bytes, self._dtype))
-        backend = self._backend or ("nccl" if parts[0][0][1].is_cuda else "gloo")
+        parts = fetched(buckets(weights, self._bucket_bytes, self._dtype))
+        part, is_last = await anext(parts)
+        backend = self._backend or ("nccl" if part[0][1].is_cuda else "gloo")
         async with self._engine.updating(version) as servers, update_session(servers) as alive:
             if [server.url for server in alive] != [server.url for server in self._servers]:
                 await self.aclose()
                 await self._join(alive, backend)
             try:
-                for part in parts:
-                    await self._send(alive, part, version if part is parts[-1] else None)
+                while True:
+                    await self._send(alive, part, version if is_last else None)
+                    if is_last:
+                        return
+                    part, is_last = await anext(parts)
             except Exception:
                 # Some servers may have a part: the next publication makes a new group.
                 self._servers = []

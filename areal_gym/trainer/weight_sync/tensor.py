@@ -17,7 +17,12 @@ from torch import Tensor
 
 from areal_gym.engines.base import Engine, WeightServer
 from areal_gym.trainer.base import Weights
-from areal_gym.trainer.weight_sync.base import on_all, require_remote, update_session
+from areal_gym.trainer.weight_sync.base import (
+    fetched,
+    on_all,
+    require_remote,
+    update_session,
+)
 
 _TRANSFER_S = 600.0
 
@@ -53,12 +58,16 @@ class TensorWeightSync:
         Raises:
             EngineError: no server took the weights.
         """
-        parts = list(buckets(weights, self._bucket_bytes, self._dtype))
+        parts = fetched(buckets(weights, self._bucket_bytes, self._dtype))
+        part, is_last = await anext(parts)
         async with self._engine.updating(version) as servers, update_session(servers) as alive:
-            for part in parts:
+            while True:
                 payload = await asyncio.to_thread(encode_bucket, part)
-                fields = last_part(version if part is parts[-1] else None)
+                fields = last_part(version if is_last else None)
                 alive[:] = await on_all(alive, partial(_send, payload, fields))
+                if is_last:
+                    return
+                part, is_last = await anext(parts)
 
     async def aclose(self) -> None:
         """Do nothing: nothing is held."""

@@ -31,7 +31,7 @@ _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Lengt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """How much of a server one client can hold, and for how long."""
+    """Limits what one client can hold of a server, and for how long."""
 
     header_s: float = 10.0
     """A connection without a complete request header is closed after this."""
