@@ -23,6 +23,7 @@ from areal_gym.config.sections import (
     EnvConfig,
     EvalConfig,
     GuardConfig,
+    ModelConfig,
     PluginConfig,
     RolloutConfig,
     TrainerConfig,
@@ -42,6 +43,7 @@ class RunConfig(Settings):
     env: EnvConfig = EnvConfig()
     agent: AgentConfig = AgentConfig()
     engine: EngineConfig = EngineConfig()
+    model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
     gateway: str = "127.0.0.1:0"
     """Address of the gateway, the policy's OpenAI and Anthropic API (docs/agents.md): host:port;

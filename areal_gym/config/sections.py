@@ -83,6 +83,16 @@ class EngineConfig(Settings):
     """CPU threads of the engine; one is fastest for small models."""
 
 
+class ModelConfig(Settings):
+    """The code that runs the policy in the trainer and in the embedded engine (docs/models.md)."""
+
+    backend: Literal["auto", "tiny", "transformers"] = "auto"
+    """"tiny" is the decoder for CPUs, "transformers" runs any architecture and is sharded over
+    ranks; "auto" takes the first for the families that it knows."""
+    trust_remote_code: bool = False
+    """Run code that a checkpoint brings along for an architecture that transformers lacks."""
+
+
 class RolloutConfig(Settings):
     """Episodes: their number, groups, sampling and failures."""
 

@@ -92,6 +92,8 @@ def _powerful(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "cluster.address", config.cluster.address
     if not is_loopback(config.gateway.rpartition(":")[0]):
         yield "gateway", config.gateway
+    if config.model.trust_remote_code:
+        yield "model.trust_remote_code", True
     for name in ("file", "heldout_file"):
         if (value := getattr(config.data, name)) is not None:
             yield f"data.{name}", value

@@ -21,10 +21,9 @@ from typing import Any
 from areal_gym.config import TrainerConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.errors import GymError, LostRankError
-from areal_gym.models.backend import load_model
+from areal_gym.models.backend import AUTO, ModelLoader
 from areal_gym.trainer.out_of_memory import DEATH_HINTS
 from areal_gym.trainer.parallel.remote_trainer import (
-    Load,
     RemoteTrainer,
     Serving,
     TrainerRecipe,
@@ -40,7 +39,7 @@ class RayTrainer(RemoteTrainer):
     """A trainer of `config.num_ranks` processes in the cluster's places of the role "rank".
 
     Each rank calls `trainer_class` with further `arguments`. It starts from the checkpoint
-    `policy`; `load` reads those of the tiny decoder.
+    `policy`, which `loader` reads.
 
     Raises:
         GymError: what `trainer_class` raised.
@@ -54,12 +53,12 @@ class RayTrainer(RemoteTrainer):
         policy: Path,
         config: TrainerConfig,
         *,
-        load: Load = load_model,
+        loader: ModelLoader = AUTO,
         **arguments: Any,
     ) -> None:
         import ray
 
-        super().__init__(policy, load)
+        super().__init__(policy, loader)
         # A checkpoint is waited for while the next step is being taken.
         rank = ray.remote(concurrency_groups={"saved": 1})(_Rank)
         self._ranks = [
@@ -71,7 +70,7 @@ class RayTrainer(RemoteTrainer):
             recipe = TrainerRecipe(
                 trainer_class=trainer_class,
                 policy=policy.absolute(),
-                load=load,
+                loader=loader,
                 config=config,
                 device=cluster.device,
                 meeting=meeting,

@@ -2,65 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from areal_gym.errors import ConfigError
 from areal_gym.models.policy_model import PolicyModel
-from areal_gym.models.tiny.checkpoint_files import (
-    is_reward_model,
-    load_checkpoint,
-    read_config,
-)
+from areal_gym.models.tiny.checkpoint_files import is_reward_model, load_checkpoint, read_config
 from areal_gym.models.tiny.families import FAMILIES
 
-
-def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> PolicyModel:
-    """Read a checkpoint for training, in float32, with the code that runs it.
-
-    Raises:
-        ConfigError: there is no checkpoint, or it cannot be trained.
-    """
-    if not is_for_transformers(Path(path)):
-        return load_checkpoint(path, device=device)
-    from areal_gym.models.hf.hf_loading import load_policy
-
-    return load_policy(path, device=device)
+Backend = Literal["auto", "tiny", "transformers"]
 
 
-def model_without_weights(
-    path: Path | str, load: Callable[..., PolicyModel] = load_model
-) -> PolicyModel:
-    """Return the model of a checkpoint on the meta device, for its names, shapes and config.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelLoader:
+    """Reads checkpoints with the code that runs them; picklable, for other processes."""
 
-    `load` reads models of the tiny decoder, which are small.
+    backend: Backend = "auto"
+    """"auto" is the tiny decoder for the families that it knows, transformers for all others."""
+    trusts_code: bool = False
+    """Whether code that a checkpoint brings along may run."""
+    is_reward_model: bool = False
+    """Whether the model scores dialogues; a policy gets a head of zeros."""
 
-    Raises:
-        ConfigError: there is no checkpoint, or it cannot be trained.
-    """
-    if not is_for_transformers(Path(path)):
-        return load(path).to("meta")
-    from areal_gym.models.hf.hf_loading import policy_without_weights
+    def load(self, path: Path | str, *, device: torch.device | str = "cpu") -> PolicyModel:
+        """Read a checkpoint for training, whole, in float32.
 
-    return policy_without_weights(path)
+        Raises:
+            ConfigError: there is no checkpoint, or it cannot be trained.
+        """
+        if self.is_reward_model:
+            from areal_gym.models.tiny.scored_decoder import load_reward_model
+
+            return load_reward_model(path, device=device)
+        if not self.uses_transformers(path):
+            return load_checkpoint(path, device=device)
+        from areal_gym.models.hf.hf_loading import load_policy
+
+        return load_policy(path, device=device, trusts_code=self.trusts_code)
+
+    def without_weights(self, path: Path | str) -> PolicyModel:
+        """Return the model on the meta device, for its names, shapes and config.
+
+        Raises:
+            ConfigError: there is no checkpoint, or it cannot be trained.
+        """
+        if not self.uses_transformers(path):
+            return self.load(path).to("meta")  # small
+        from areal_gym.models.hf.hf_loading import policy_without_weights
+
+        return policy_without_weights(path, trusts_code=self.trusts_code)
+
+    def uses_transformers(self, path: Path | str) -> bool:
+        """Return whether transformers runs this checkpoint.
+
+        Raises:
+            ConfigError: there is no checkpoint; the tiny decoder, which was asked for, does not
+                know it; or transformers is not installed.
+        """
+        facts = read_config(Path(path))
+        model_type = facts.get("model_type")
+        if not isinstance(model_type, str) or self.is_reward_model or is_reward_model(facts):
+            return False
+        is_known = model_type in FAMILIES
+        if self.backend == "tiny" and not is_known:
+            raise ConfigError(
+                f"the tiny decoder does not know the architecture {model_type!r} of {path}",
+                hints=[f"it knows: {', '.join(FAMILIES)}", "model.backend=auto takes transformers"],
+            )
+        if self.backend == "tiny" or (self.backend == "auto" and is_known):
+            return False
+        if find_spec("transformers") is None:
+            raise ConfigError(
+                f"{path} is a {model_type} model, which transformers runs; it is not installed",
+                hints=["pip install 'areal-gym[train]'"],
+            )
+        return True
 
 
-def is_for_transformers(directory: Path) -> bool:
-    """Return whether a checkpoint is of an architecture that the tiny decoder does not know.
-
-    Raises:
-        ConfigError: there is no checkpoint; or transformers, which it needs, is not installed.
-    """
-    facts = read_config(directory)
-    model_type = facts.get("model_type")
-    if not isinstance(model_type, str) or model_type in FAMILIES or is_reward_model(facts):
-        return False
-    if find_spec("transformers") is None:
-        raise ConfigError(
-            f"{directory} is a {model_type} model, which transformers runs; it is not installed",
-            hints=["pip install 'areal-gym[train]'"],
-        )
-    return True
+AUTO = ModelLoader()
+"""Reads policies as `model.backend=auto` says."""

@@ -114,6 +114,8 @@ class PolicyModel(nn.Module, ABC):
     """Whether the backward pass computes a layer's inner values again instead of keeping them: a
     third more work for a fraction of the memory."""
 
+    trusts_code: bool = False
+    """Whether code that its checkpoint brought along runs."""
     is_sharded: bool = False
     """Whether the weights were divided among the ranks when they were read."""
 

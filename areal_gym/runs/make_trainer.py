@@ -34,13 +34,12 @@ def make_trainer(
     Raises:
         ConfigError: the settings do not fit the trainer.
     """
-    from areal_gym.models.backend import load_model
     from areal_gym.trainer.algorithms.token_loss import try_loss
 
     plugins, settings = registry(), config.trainer
     loss = plugins.load("losses", settings.loss)
     try_loss(loss, settings)
-    place = _Place(config, cluster, plugins.load("trainers", settings.id), load_model)
+    place = _Place(config, cluster, plugins.load("trainers", settings.id))
     trainer: GroupTrainer = place.make(
         policy,
         initial or policy,
@@ -57,19 +56,16 @@ def make_supervised_trainer(
     config: RunConfig, policy: Path, *, initial: Path, cluster: Cluster | None
 ) -> ExampleTrainer:
     """Make the trainer of objective sft, dpo or rm; arguments and errors as in `make_trainer`."""
-    from areal_gym.models.backend import load_model
-    from areal_gym.models.tiny.scored_decoder import load_reward_model
     from areal_gym.trainer.objectives.dpo import Dpo
     from areal_gym.trainer.objectives.reward_model import BradleyTerry
     from areal_gym.trainer.objectives.supervised import Objective, Sft, Supervised
 
-    load: Callable[..., Any] = load_model
     objective: Objective = Sft()
     if config.objective == "rm":
-        objective, load = BradleyTerry(), load_reward_model
+        objective = BradleyTerry()
     elif config.objective == "dpo":
         objective = Dpo(initial.absolute(), kind=config.dpo.kind, beta=config.dpo.beta)
-    place = _Place(config, cluster, Supervised, load)
+    place = _Place(config, cluster, Supervised)
     trainer: ExampleTrainer = place.make(policy, initial, objective=objective)
     return trainer
 
@@ -81,15 +77,20 @@ class _Place:
     config: RunConfig
     cluster: Cluster | None
     trainer_class: Callable[..., Any]
-    load: Callable[..., Any]  # reads a checkpoint directory
 
     def make(self, policy: Path, initial: Path, **arguments: Any) -> Any:
+        from areal_gym.models.backend import ModelLoader
         from areal_gym.models.device import pick_device
 
         settings, is_supervised = self.config.trainer, self.config.objective in SUPERVISED
         device = pick_device(settings.device)
         source = policy if settings.lora is None else initial  # a checkpoint has the adapter merged
-        arguments |= {"load": self.load}
+        loader = ModelLoader(
+            backend=self.config.model.backend,
+            trusts_code=self.config.model.trust_remote_code,
+            is_reward_model=self.config.objective == "rm",
+        )
+        arguments["loader"] = loader
         if self.cluster is not None and settings.runs_in != "thread":
             from areal_gym.distributed.ray_ranks import RayTrainer
 
@@ -107,7 +108,7 @@ class _Place:
             )
         from areal_gym.trainer.parallel.fsdp import load_for_training
 
-        model = load_for_training(source, settings, device=device, load=arguments.pop("load"))
+        model = load_for_training(source, settings, device=device, loader=arguments.pop("loader"))
         return self.trainer_class(model, settings, **arguments)
 
 

@@ -127,12 +127,12 @@ def describe_memory(config: RunConfig) -> list[str]:
         return ["memory: is told where torch is installed"]
     if not (Path(config.engine.model) / "config.json").is_file():
         return [f"memory: is told once there is {config.engine.model}/config.json"]
-    from areal_gym.models.backend import is_for_transformers
+    from areal_gym.models.backend import ModelLoader
     from areal_gym.models.tiny.checkpoint_files import read_config
     from areal_gym.models.tiny.hf_config import config_from_hf
 
     model = Path(config.engine.model)
-    if is_for_transformers(model):
+    if ModelLoader(backend=config.model.backend).uses_transformers(model):
         return [f"memory: not estimated for the architecture of {model}"]
     memory = memory_of(config, config_from_hf(read_config(model)))
     tokens = config.rollout.max_in_flight * config.engine.max_context

@@ -12,6 +12,7 @@ from typing import Any
 
 from areal_gym.chat import Renderer
 from areal_gym.config import EngineConfig, RunConfig
+from areal_gym.config.sections import ModelConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.engines.checkpoint_config import vocab_size_of
@@ -58,6 +59,9 @@ def _require_known_tokens(renderer: Renderer, policy: Path) -> None:
 def _engine_settings(config: RunConfig) -> EngineConfig:
     # Servers that several processes call must make them wait by themselves.
     settings = config.engine
+    if settings.id == "embedded" and config.model != ModelConfig():
+        model = {"backend": config.model.backend, "trusts_code": config.model.trust_remote_code}
+        return settings.model_copy(update={"kwargs": {**settings.kwargs, **model}})
     if settings.id != "sglang" or not config.cluster.rollout_workers:
         return settings
     kwargs = {**settings.kwargs, "interrupt": "retract"}

@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, NotFiniteError
+from areal_gym.models.backend import ModelLoader
 from areal_gym.models.policy_model import PolicyModel
+from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.trainer.lora import add_adapter
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.parallel.fsdp import (
@@ -52,6 +54,11 @@ class PolicyTrainer:
         self._device = next(decoder.parameters()).device
         self._files = StateFiles(ranks)
         self._num_bad = 0
+        # A frozen policy is run by the same code: another one would round differently.
+        self._loader = ModelLoader(
+            backend="auto" if isinstance(decoder, Decoder) else "transformers",
+            trusts_code=decoder.trusts_code,
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield Hugging Face names and tensors, an adapter merged; copy them before a step."""
@@ -112,7 +119,12 @@ class PolicyTrainer:
     def _frozen(self, policy: PolicyModel | Path) -> PolicyModel:
         if isinstance(policy, Path):
             policy = load_for_training(
-                policy, self.config, self._ranks, device=self._device, is_frozen=True
+                policy,
+                self.config,
+                self._ranks,
+                device=self._device,
+                loader=self._loader,
+                is_frozen=True,
             )
         policy.requires_grad_(False)
         prepare_decoder(policy, self.config, self._ranks)

@@ -26,6 +26,7 @@ from areal_gym.engines.embedded.network import checkpoint_network, decoder_netwo
 from areal_gym.engines.embedded.requests import EngineStats, Request
 from areal_gym.engines.embedded.scheduler import Scheduler
 from areal_gym.errors import ConfigError, EngineError
+from areal_gym.models.backend import Backend, ModelLoader
 from areal_gym.models.tiny.decoder import Decoder
 
 _anonymous = itertools.count()
@@ -86,15 +87,20 @@ class EmbeddedEngine:
         dtype: str = "float32",
         device: str = "auto",
         num_threads: int = 1,
+        backend: Backend = "auto",
+        trusts_code: bool = False,
     ) -> Self:
         """Make an engine for a Hugging Face checkpoint; arguments as the constructor's.
+
+        `backend` and `trusts_code` are those of `ModelLoader`.
 
         Each tensor is converted while it is read, without a copy of the model in between.
 
         Raises:
             ConfigError: there is no checkpoint, or this engine cannot sample it.
         """
-        network = checkpoint_network(Path(directory), num_slots, max_context, dtype, device)
+        loader = ModelLoader(backend=backend, trusts_code=trusts_code)
+        network = checkpoint_network(Path(directory), num_slots, max_context, dtype, device, loader)
         return cls(Scheduler(network, num_slots), num_threads=num_threads)
 
     @classmethod
@@ -105,9 +111,10 @@ class EmbeddedEngine:
             ConfigError: there is no checkpoint, this engine cannot sample it, or there are
                 `engine.kwargs`, of which it has none.
         """
-        if settings.kwargs:
+        # `open_engine` adds these two for the settings below `model`.
+        if unknown := settings.kwargs.keys() - {"backend", "trusts_code"}:
             raise ConfigError(
-                f"the embedded engine takes no engine.kwargs: {', '.join(settings.kwargs)}",
+                f"the embedded engine takes no engine.kwargs: {', '.join(sorted(unknown))}",
                 hints=["leave them out: engine.kwargs={}", "its settings: engine.num_slots, ..."],
             )
         return cls.from_checkpoint(
@@ -117,6 +124,7 @@ class EmbeddedEngine:
             dtype=settings.dtype,
             device=settings.device,
             num_threads=settings.num_threads,
+            **settings.kwargs,
         )
 
     @property

@@ -28,7 +28,7 @@ from areal_gym.engines.embedded.cache_attention import (
 from areal_gym.engines.embedded.cached_network import CachedNetwork, Step
 from areal_gym.engines.embedded.weights import FusedWeights, LayerWeights
 from areal_gym.errors import ConfigError
-from areal_gym.models.backend import is_for_transformers
+from areal_gym.models.backend import AUTO, ModelLoader
 from areal_gym.models.device import pick_device
 from areal_gym.models.tiny.attend import softcapped
 from areal_gym.models.tiny.checkpoint_files import read_checkpoint
@@ -214,19 +214,29 @@ def decoder_network(
 
 
 def checkpoint_network(
-    directory: Path, num_rows: int, max_context: int, dtype: str, device: str
+    directory: Path,
+    num_rows: int,
+    max_context: int,
+    dtype: str,
+    device: str,
+    loader: ModelLoader = AUTO,
 ) -> CachedNetwork:
     """Make the network of a checkpoint: a tiny decoder, or transformers' own.
 
     Raises:
         ConfigError: an unknown dtype, or a checkpoint that cannot be read.
     """
-    if not is_for_transformers(directory):
+    if not loader.uses_transformers(directory):
         return decoder_network(*read_checkpoint(directory), num_rows, max_context, dtype, device)
     from areal_gym.engines.embedded.hf_network import CachedHFPolicy
     from areal_gym.models.hf.hf_loading import load_policy
 
-    policy = load_policy(directory, device=pick_device(device), dtype=_dtype(dtype))
+    policy = load_policy(
+        directory,
+        device=pick_device(device),
+        dtype=_dtype(dtype),
+        trusts_code=loader.trusts_code,
+    )
     longest = getattr(policy.network.config.get_text_config(), "max_position_embeddings", None)
     max_context = min(max_context, longest or max_context)
     return CachedHFPolicy(policy, num_rows=num_rows, max_context=max_context)

@@ -54,6 +54,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     sharding: Sharding | None = None,
+    trusts_code: bool = False,
 ) -> HFPolicy:
     """Read the checkpoint in `directory`; weights are converted to `dtype`.
 
@@ -65,7 +66,7 @@ def load_policy(
             quantised, a file or a weight is missing, or it has no plan for expert parallelism.
     """
     directory = Path(directory)
-    config = read_config(directory)
+    config = read_config(directory, trusts_code=trusts_code)
     require_all_shards(directory)
     _require_expert_plan(config, sharding)
     try:
@@ -78,6 +79,7 @@ def load_policy(
                 local_files_only=True,
                 output_loading_info=True,
                 distributed_config=_distributed(sharding),
+                trust_remote_code=needs_own_code(config),
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise ConfigError(
@@ -89,17 +91,23 @@ def load_policy(
             hints=["download the checkpoint again"],
         )
     if sharding is None:
-        return HFPolicy(network.to(device))
-    again = partial(load_policy, directory, device=device, dtype=dtype, sharding=sharding)
-    return HFPolicy(network, again)
+        policy = HFPolicy(network.to(device))
+    else:
+        again = partial(load_policy, directory, device=device, dtype=dtype, sharding=sharding)
+        policy = HFPolicy(network, partial(again, trusts_code=trusts_code))
+    policy.trusts_code = trusts_code
+    return policy
 
 
-def policy_without_weights(directory: str | Path) -> HFPolicy:
+def policy_without_weights(directory: str | Path, *, trusts_code: bool = False) -> HFPolicy:
     """Return the policy of a checkpoint on the meta device: its names and shapes, in no memory."""
-    config = read_config(Path(directory))
+    config = read_config(Path(directory), trusts_code=trusts_code)
     with torch.device("meta"):
         network = network_class(config).from_config(
-            config, attn_implementation=NAME, dtype=torch.float32
+            config,
+            attn_implementation=NAME,
+            dtype=torch.float32,
+            trust_remote_code=needs_own_code(config),
         )
     return HFPolicy(network)
 
@@ -151,13 +159,21 @@ def without_progress_bars() -> Iterator[None]:
 
 def network_class(config: PretrainedConfig) -> Any:
     """Return the auto class that makes networks of this config: of text, or of text and images."""
-    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or needs_own_code(config):
         return AutoModelForCausalLM
     return AutoModelForImageTextToText
 
 
-def read_config(directory: Path) -> PretrainedConfig:
+def needs_own_code(config: PretrainedConfig) -> bool:
+    """Return whether only code of the checkpoint itself knows the architecture."""
+    return config.model_type not in CONFIG_MAPPING_NAMES
+
+
+def read_config(directory: Path, *, trusts_code: bool = False) -> PretrainedConfig:
     """Return the config of a checkpoint that can be trained, without dropout.
+
+    With `trusts_code`, code in the checkpoint may run, where transformers does not know the
+    architecture.
 
     Raises:
         ConfigError: says what stands in the way.
@@ -168,27 +184,33 @@ def read_config(directory: Path) -> PretrainedConfig:
             f"{directory / 'config.json'} names no model_type, so that its architecture is unknown"
         )
     model_type = str(facts["model_type"])
-    if model_type not in CONFIG_MAPPING_NAMES:
-        if "auto_map" in facts:
-            raise ConfigError(
-                f"{directory} brings code of its own for its architecture ({model_type}), which is "
-                "not run",
-                hints=["use a checkpoint of an architecture that transformers has itself"],
-            )
+    has_own_code = model_type not in CONFIG_MAPPING_NAMES and "auto_map" in facts
+    if has_own_code and not trusts_code:
+        raise ConfigError(
+            f"{directory} brings code of its own for its architecture ({model_type}), which is "
+            "not run: it could do anything that you can",
+            hints=[
+                "if you have read it and trust it: model.trust_remote_code=true",
+                "or use a checkpoint of an architecture that transformers has itself",
+            ],
+        )
+    if model_type not in CONFIG_MAPPING_NAMES and not has_own_code:
         near = did_you_mean(model_type, CONFIG_MAPPING_NAMES)
         raise ConfigError(
             f"transformers {transformers_version} does not know the architecture {model_type!r} of "
             f"{directory}{': ' + near if near else ''}",
             hints=["a newer version may: pip install --upgrade transformers"],
         )
-    if not {model_type} & {
+    if not has_own_code and not {model_type} & {
         *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     }:
         raise ConfigError(
             f"{directory} is a {model_type} model, which does not write text token by token"
         )
-    config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config: PretrainedConfig = AutoConfig.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=has_own_code
+    )
     quantised = getattr(config, "quantization_config", None)
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
-from areal_gym.models.backend import is_for_transformers, load_model
+from areal_gym.models.backend import AUTO, ModelLoader
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.packing import PackedBatch, pack
@@ -54,20 +54,20 @@ def load_for_training(
     ranks: Ranks = ALONE,
     *,
     device: torch.device | str = "cpu",
-    load: Callable[..., PolicyModel] = load_model,
+    loader: ModelLoader = AUTO,
     is_frozen: bool = False,
 ) -> PolicyModel:
     """Read a checkpoint as this rank needs it; every rank must call this.
 
-    A model of transformers is read in shards; `load` reads one of the tiny decoder, whole. Weights
+    A model of transformers is read in shards, one of the tiny decoder whole. Weights
     that nothing trains are in the type that is computed in.
 
     Raises:
         ConfigError: it cannot be trained.
     """
     device = torch.device(device)
-    if not is_for_transformers(directory):
-        return load(directory, device=device)
+    if not loader.uses_transformers(directory):
+        return loader.load(directory, device=device)
     from areal_gym.models.hf.hf_loading import Sharding, load_policy
 
     computes_in = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -84,6 +84,7 @@ def load_for_training(
         device=device,
         dtype=computes_in if is_frozen or config.lora is not None else torch.float32,
         sharding=sharding,
+        trusts_code=loader.trusts_code,
     )
 
 

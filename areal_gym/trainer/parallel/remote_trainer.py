@@ -19,17 +19,13 @@ from torch import Tensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, GymError, TrainError
-from areal_gym.models.backend import model_without_weights
-from areal_gym.models.policy_model import PolicyModel
+from areal_gym.models.backend import ModelLoader
 from areal_gym.trainer.batch.examples import Example
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.out_of_memory import out_of_memory
 from areal_gym.trainer.parallel.fsdp import load_for_training
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.types import Group, Task
-
-Load = Callable[..., PolicyModel]
-"""Reads a checkpoint directory (`device=`)."""
 
 _PART_BYTES = 64_000_000
 """How many bytes of weights, at least, ranks send in one answer; one tensor may be larger."""
@@ -42,8 +38,8 @@ class RemoteTrainer(ABC):
     part by part while they are used.
     """
 
-    def __init__(self, policy: Path, load: Load) -> None:
-        self.decoder = model_without_weights(policy, load)
+    def __init__(self, policy: Path, loader: ModelLoader) -> None:
+        self.decoder = loader.without_weights(policy)
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saved")
 
     def step(self, batch: Sequence[Group] | Sequence[Example], version: int) -> dict[str, float]:
@@ -137,8 +133,7 @@ class TrainerRecipe:
     trainer_class: Callable[..., Any]
     policy: Path
     """The checkpoint whose weights it starts from, which every rank reads."""
-    load: Load
-    """Reads checkpoints of the tiny decoder."""
+    loader: ModelLoader
     config: TrainerConfig
     device: str
     """"cpu" or "cuda"; a process that sees several GPUs takes the one of its rank."""
@@ -182,7 +177,7 @@ class Serving:
             )
             arguments["ranks"] = ranks = Ranks(rank, config.num_ranks)
         decoder = load_for_training(
-            recipe.policy, config, ranks, device=recipe.device, load=recipe.load
+            recipe.policy, config, ranks, device=recipe.device, loader=recipe.loader
         )
         self._is_writer = rank == 0
         self._tell = tell

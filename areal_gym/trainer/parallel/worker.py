@@ -30,10 +30,9 @@ import torch
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import TrainError
-from areal_gym.models.backend import load_model
+from areal_gym.models.backend import AUTO, ModelLoader
 from areal_gym.trainer.out_of_memory import DEATH_HINTS
 from areal_gym.trainer.parallel.remote_trainer import (
-    Load,
     RemoteTrainer,
     Serving,
     TrainerRecipe,
@@ -49,7 +48,7 @@ class ProcessTrainer(RemoteTrainer):
     """A trainer in `config.num_ranks` child processes; with `device="cuda"`, worker i takes GPU i.
 
     Each worker calls `trainer_class`, importable by name, with further `arguments`. It starts from
-    the checkpoint `policy`; `load` reads those of the tiny decoder.
+    the checkpoint `policy`, which `loader` reads.
 
     Raises:
         GymError: what `trainer_class` raised.
@@ -62,18 +61,18 @@ class ProcessTrainer(RemoteTrainer):
         policy: Path,
         config: TrainerConfig,
         *,
-        load: Load = load_model,
+        loader: ModelLoader = AUTO,
         device: str = "cpu",
         **arguments: Any,
     ) -> None:
-        super().__init__(policy, load)
+        super().__init__(policy, loader)
         self._workers: list[_Worker] = []
         # Where the ranks find each other, as long as they live.
         self._home = tempfile.TemporaryDirectory()
         recipe = TrainerRecipe(
             trainer_class=trainer_class,
             policy=policy.absolute(),
-            load=load,
+            loader=loader,
             config=config,
             device=device,
             meeting=f"file://{self._home.name}/ranks",
