@@ -144,6 +144,13 @@ class PolicyModel(nn.Module, ABC):
         `whole` gathers a tensor from the ranks that share it.
         """
 
+    def take_expert_counts(self) -> Tensor | None:
+        """Return the tokens that each layer's experts were given in training, [L, E].
+
+        They are counted since the last call; None without a mixture of experts.
+        """
+        return None
+
     def check_packing(self, pack: Pack, dtype: torch.dtype) -> None:
         """Refuse to train where packed sequences would see each other, which costs two passes.
 

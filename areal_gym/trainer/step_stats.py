@@ -165,3 +165,20 @@ class Step:
         if "0" in gaps:
             metrics["train/engine_gap"] = gaps["0"]
         return metrics
+
+
+def expert_metrics(counts_LE: Tensor | None, ranks: Ranks = ALONE) -> dict[str, float]:
+    """Return how evenly a mixture's tokens were spread over its experts; {} without a mixture.
+
+    Args:
+        counts_LE: the tokens of each layer's experts, [L, E], on this rank.
+        ranks: all of which call this.
+    """
+    if counts_LE is None:
+        return {}
+    total_LE = torch.stack(ranks.gather(counts_LE)).sum(0).double()
+    share_LE = total_LE / total_LE.sum(1, keepdim=True).clamp_min(1)
+    return {
+        "train/expert_load_max": float(share_LE.max(1).values.mean()) * total_LE.shape[1],
+        "train/experts_idle": float((total_LE == 0).double().mean()),
+    }

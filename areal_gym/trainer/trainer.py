@@ -63,7 +63,7 @@ from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.policy_trainer import PolicyTrainer
 from areal_gym.trainer.row_passes import RowPasses
 from areal_gym.trainer.states import below, prefixed, room_for
-from areal_gym.trainer.step_stats import Step, StepStats
+from areal_gym.trainer.step_stats import Step, StepStats, expert_metrics
 from areal_gym.types import Group
 
 _NEWEST = 0.1
@@ -172,6 +172,7 @@ class Trainer(PolicyTrainer):
         self.num_steps += 1
         self._last = step
         metrics["time/train_s"] = time.perf_counter() - start_s
+        metrics |= expert_metrics(self.decoder.take_expert_counts(), self._ranks)
         return metrics | step.work.metrics(metrics["time/train_s"], self._ranks)
 
     def trained_tokens(self) -> list[dict[str, Any]]:

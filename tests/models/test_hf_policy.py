@@ -19,6 +19,7 @@ from areal_gym.trainer.batch.examples import TokenRow
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.objectives.dpo import Dpo
 from areal_gym.trainer.objectives.supervised import Supervised
+from areal_gym.trainer.step_stats import expert_metrics
 from tests._support.tiny_architectures import (
     ARCHITECTURES,
     ATTENTION,
@@ -291,3 +292,46 @@ def test_dpo_reads_its_reference_with_transformers(tmp_path):
     # The policy is its own reference before the first step.
     assert learner.step(pairs)["train/margin"] == pytest.approx(0.0, abs=1e-5)
     assert learner.evaluate(pairs)["margin"] > 0.0
+
+
+EXPERTS_PER_TOKEN = {"llama4_text": 1}
+WITH_ROUTERS = [
+    *("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3", "minimax_m2"),
+    *("llama4_text", "qwen3_next", "qwen3_5_moe_text"),
+]
+
+
+@pytest.mark.parametrize("name", WITH_ROUTERS)
+def test_tokens_of_experts_are_counted_in_training(name):
+    policy = build_policy(tiny_config(name), seed=0)
+    batch = pack(groups(policy))
+    with torch.no_grad():
+        policy(batch)
+    assert policy.take_expert_counts() is None
+    policy(batch)
+    counts = policy.take_expert_counts()
+    num_choices = EXPERTS_PER_TOKEN.get(name, 2) * len(batch.token_ids_N)
+    assert counts.shape[1] == 8
+    assert counts.sum(1).tolist() == [num_choices] * len(counts)
+    assert policy.take_expert_counts() is None
+
+
+def test_counts_are_those_of_the_router():
+    policy = build_policy(tiny_config("qwen3_moe"), seed=0)
+    chosen = []
+    for router in policy._routers:
+        router.register_forward_hook(lambda module, inputs, output: chosen.append(output[2]))
+    policy(pack(groups(policy)))
+    expected = torch.stack([torch.bincount(index.flatten(), minlength=8) for index in chosen])
+    assert torch.equal(policy.take_expert_counts(), expected)
+    even = torch.full((2, 4), 5)
+    assert expert_metrics(even) == {"train/expert_load_max": 1.0, "train/experts_idle": 0.0}
+    skewed = expert_metrics(torch.tensor([[10, 0, 0, 0], [5, 5, 0, 0]]))
+    assert skewed == {"train/expert_load_max": 3.0, "train/experts_idle": 5 / 8}
+
+
+def test_dense_models_count_no_experts():
+    policy = build_policy(tiny_config("llama"), seed=0)
+    policy(pack(groups(policy)))
+    assert policy.take_expert_counts() is None
+    assert expert_metrics(None) == {}

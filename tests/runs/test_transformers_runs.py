@@ -53,6 +53,9 @@ def test_an_architecture_of_transformers_is_trained_resumed_and_evaluated(
     rows = RunDir(run).read_metrics()
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["train/grad_norm"] >= 0 for row in rows)
+    has_experts = name == "qwen3_moe"
+    assert all(("train/expert_load_max" in row) == has_experts for row in rows)
+    assert all(("train/experts_idle" in row) == has_experts for row in rows)
     train(run_settings(directory, "steps=3"), run_dir=run, mode="resume")
     assert [row["step"] for row in RunDir(run).read_metrics()] == [1, 2, 3]
     newest = run / "checkpoints" / "step-000003"

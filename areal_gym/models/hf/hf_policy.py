@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from areal_gym.models.hf.expert_counts import take_counts, watch_routers
 from areal_gym.models.hf.packed_mixing import PackedMixing
 from areal_gym.models.hf.packing_check import require_exact_packing
 from areal_gym.models.hf.token_mixing import (
@@ -62,6 +63,7 @@ class HFPolicy(PolicyModel):
         for part in recurrent:
             let_mixing_decide(part)
         self.can_share_prompts = not recurrent
+        self._routers = watch_routers(self.layers)
 
     @property
     def shape(self) -> ModelShape:
@@ -131,6 +133,10 @@ class HFPolicy(PolicyModel):
         for name, tensor in merged_state(self.network, whole):
             if name not in tied:
                 yield from revert_weight_conversion(self.network, {name: tensor}).items()
+
+    def take_expert_counts(self) -> Tensor | None:
+        """Return the tokens that each layer's experts were given in training, [L, E]."""
+        return take_counts(self._routers)
 
     def check_packing(self, pack: Pack, dtype: torch.dtype) -> None:
         """Refuse to train an architecture in which packed sequences see each other."""
