@@ -24,7 +24,7 @@ from areal_gym.plugins import registry
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group, TokenSpan, Trajectory
-from tests._support.tiny_training import batch, honest_logprobs, tiny_decoder
+from tests._support.tiny_training import batch, honest_logprobs, tiny_checkpoint, tiny_decoder
 
 MAX_NEW = 8
 TOLERANCE = 2e-5
@@ -363,9 +363,10 @@ def make(settings: dict[str, Any], directory) -> Any:
     config = TrainerConfig.model_validate(
         {"lr": 1e-12, "max_grad_norm": 1e9, "betas": (0.9, 0.98), **settings}
     )
-    start = partial(ProcessTrainer, Trainer) if config.num_ranks > 1 else Trainer
+    is_ranked = config.num_ranks > 1
+    start = partial(ProcessTrainer, Trainer) if is_ranked else Trainer
     return start(
-        tiny_decoder(),
+        tiny_checkpoint() if is_ranked else tiny_decoder(),
         config,
         advantage=registry().load("advantages", config.advantage),
         loss=registry().load("losses", config.loss),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 _QUICK_S = 30.0
 """Long enough for a lookup on a busy machine."""
 _DISK_S = 600.0
+_LARGE_BYTES = 2**20
 _KEEPALIVE_S = 3.0
 """SGLang hangs up on idle connections after 5 s; a request sent at that moment would be lost."""
 _RESERVED_TOKENS = 6
@@ -181,11 +183,16 @@ class ServerClient:
                 headers={"Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=None),
             )
+        # Weights are sent piece by piece, so that other calls go on meanwhile.
+        body = io.BytesIO(data) if data and len(data) > _LARGE_BYTES else data
         try:
             async with self._session.request(
-                method, self.url + route, data=data, timeout=aiohttp.ClientTimeout(total=timeout_s)
+                method,
+                self.url + route,
+                data=body,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
-                body = await response.read()
+                answer = await response.read()
                 status = response.status
         except TimeoutError as error:
             message = f"{self.url}{route} gave no answer within {timeout_s:g} s"
@@ -195,7 +202,7 @@ class ServerClient:
                 f"no answer from {self.url}: {_reason(error)}",
                 hints=[f"start the server: {self.start_command}"],
             ) from error
-        return self._read(route, status, response.content_type, body)
+        return self._read(route, status, response.content_type, answer)
 
     def _read(self, route: str, status: int, content_type: str, body: bytes) -> dict[str, Any]:
         answer: Any = {"message": body.decode("utf-8", "replace").strip()}
