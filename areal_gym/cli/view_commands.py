@@ -192,7 +192,7 @@ def _cells(row: Row) -> list[str]:
         if verdict not in (None, "within noise") and difference is not None:
             text += f" by {number(abs(difference[0] + difference[1]) / 2)}"
         verdicts.append(text)
-    return ["  " + row.label, *_columns(values, verdicts)]
+    return ["  " + row.label, *_columns(values, verdicts[1:])]
 
 
 def _columns(values: Sequence[str], verdicts: Sequence[str] = ()) -> list[str]:

@@ -12,7 +12,7 @@ from areal_gym.cli.setup_commands import BENCHES
 from areal_gym.runs import speed as benches
 from tests._support.paths import ROOT
 
-registry_module = importlib.import_module("areal_gym.plugins.registry")
+manager_module = importlib.import_module("areal_gym.plugins.manager")
 README = (ROOT / "README.md").read_text()
 
 
@@ -73,8 +73,8 @@ def test_unknown_benchmark_is_refused(capsys):
 
 
 def test_bench_without_torch_runs_other_benchmarks(brief, capsys, monkeypatch):
-    is_there = registry_module._is_importable
-    monkeypatch.setattr(registry_module, "_is_importable", lambda n: n != "torch" and is_there(n))
+    is_there = manager_module._is_importable
+    monkeypatch.setattr(manager_module, "_is_importable", lambda n: n != "torch" and is_there(n))
     assert run(["bench", "engine"]) == 2
     assert "'engine' needs torch\n  install it: pip install" in capsys.readouterr().err
     assert run(["bench", "--env", "countdown"]) == 0
