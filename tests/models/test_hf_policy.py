@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
 from areal_gym.models.hf import token_mixing
+from areal_gym.models.hf.cpu_linear import CpuLinear
 from areal_gym.models.hf.hf_loading import build_policy, load_policy
 from areal_gym.models.hf.hf_policy import HFPolicy
 from areal_gym.models.hf.packing_check import packing_gap, require_exact_packing
@@ -335,3 +336,26 @@ def test_dense_models_count_no_experts():
     policy(pack(groups(policy)))
     assert policy.take_expert_counts() is None
     assert expert_metrics(None) == {}
+
+
+@pytest.mark.parametrize("num_tokens", [3, 200])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_projections_on_cpus_compute_and_learn_as_torchs(num_tokens, has_bias):
+    theirs = torch.nn.Linear(32, 48, bias=has_bias)
+    ours = CpuLinear(32, 48, bias=has_bias)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(1, num_tokens, 32, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    ours(x).square().sum().backward()
+    theirs(y).square().sum().backward()
+    torch.testing.assert_close(ours(x), theirs(y), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(x.grad, y.grad, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, atol=1e-3, rtol=1e-4)
+    if has_bias:
+        torch.testing.assert_close(ours.bias.grad, theirs.bias.grad, atol=1e-3, rtol=1e-4)
+
+
+def test_projections_of_a_policy_on_a_cpu_use_our_kernels():
+    policy = build_policy(tiny_config("qwen3_moe"), seed=0)
+    kinds = {type(m) for m in policy.network.modules() if isinstance(m, torch.nn.Linear)}
+    assert kinds == {CpuLinear}

@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from areal_gym.models.hf.cpu_linear import use_cpu_kernels
 from areal_gym.models.hf.expert_counts import take_counts, watch_routers
 from areal_gym.models.hf.packed_mixing import PackedMixing
 from areal_gym.models.hf.packing_check import require_exact_packing
@@ -58,6 +59,7 @@ class HFPolicy(PolicyModel):
         self.is_sharded = read_again is not None
         self._read_again = read_again
         self.network = network.eval()
+        use_cpu_kernels(network)
         self._shape = shape_of(network)
         recurrent = recurrent_parts(self.layers)
         for part in recurrent:
