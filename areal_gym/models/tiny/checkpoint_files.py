@@ -220,8 +220,9 @@ def write_weights(
         files.append([*held])
 
     for name, tensor in weights:
-        # Contiguous copies: safetensors refuses tensors that share memory.
-        tensor = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        tensor = tensor.detach().to("cpu", dtype).contiguous()
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            tensor = tensor.clone()  # safetensors refuses tensors that share memory
         first = first or tensor.dtype
         size = tensor.numel() * tensor.element_size()
         if held and num_held + size > max_bytes:
