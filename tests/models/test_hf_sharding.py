@@ -171,8 +171,10 @@ def test_driver_receives_weights_without_holding_them(a_hundred_million, tmp_pat
 
         write_weights(watched(), tmp_path, max_bytes=30_000_000)
         num_bytes = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-        assert num_bytes > 380e6
-        assert peak - before < 0.6 * num_bytes / 1e6  # a part, the largest tensor and one file
+        largest = max(4 * parameter.numel() for parameter in trainer.decoder.parameters())
+        allowed = 3 * largest + 60e6  # on its way from the pipe, and with others in a file
+        assert peak - before < allowed / 1e6
+        assert allowed < 0.9 * num_bytes
         read = load_policy(write_config(trainer.decoder, tmp_path)).published()
         original = dict(load_policy(a_hundred_million / "large").published())
         assert all(torch.equal(original[name], tensor) for name, tensor in read)

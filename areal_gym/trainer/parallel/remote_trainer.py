@@ -27,7 +27,7 @@ from areal_gym.trainer.parallel.fsdp import load_for_training
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.types import Group, Task
 
-_PART_BYTES = 64_000_000
+_PART_BYTES = 16_000_000
 """How many bytes of weights, at least, ranks send in one answer; one tensor may be larger."""
 
 
