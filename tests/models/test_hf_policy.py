@@ -11,6 +11,7 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
 from areal_gym.models.hf import token_mixing
 from areal_gym.models.hf.cpu_linear import CpuLinear
+from areal_gym.models.hf.expert_counts import watch_routers
 from areal_gym.models.hf.hf_loading import build_policy, load_policy
 from areal_gym.models.hf.hf_policy import HFPolicy
 from areal_gym.models.hf.packing_check import packing_gap, require_exact_packing
@@ -359,3 +360,12 @@ def test_projections_of_a_policy_on_a_cpu_use_our_kernels():
     policy = build_policy(tiny_config("qwen3_moe"), seed=0)
     kinds = {type(m) for m in policy.network.modules() if isinstance(m, torch.nn.Linear)}
     assert kinds == {CpuLinear}
+
+
+def test_a_router_without_a_weight_of_its_own_is_left_alone():
+    class NestedRouter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.classifier = torch.nn.Linear(4, 2)
+
+    assert watch_routers(torch.nn.ModuleList([NestedRouter()])) == []

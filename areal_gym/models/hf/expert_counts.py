@@ -38,11 +38,15 @@ class _LastChoice(TorchFunctionMode):
 
 
 def watch_routers(layers: nn.ModuleList) -> list[nn.Module]:
-    """Let routers count their choices from now on; return them, in the order of the layers."""
+    """Let routers count their choices from now on; return them, in the order of the layers.
+
+    A router whose weight belongs to a part of it is left alone: its experts are not counted.
+    """
     routers = [
         module
         for module in layers.modules()
-        if "router" in type(module).__name__.lower() and isinstance(module.weight, Tensor)
+        if "router" in type(module).__name__.lower()
+        and isinstance(getattr(module, "weight", None), Tensor)
     ]
     for router in routers:
         router.__class__ = _watched_class(type(router))
