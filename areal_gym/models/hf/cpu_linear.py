@@ -1,6 +1,6 @@
 """Projections of transformers' models on CPUs, by the kernels of the tiny decoder.
 
-torch's own products take twice as long on processors of AMD's (`kernels.product_kernels`).
+torch's own products take twice as long on processors of AMD's (`tiny.kernels.product_kernels`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from areal_gym.models.tiny.kernels import product_kernels
+from areal_gym.models.tiny.decoder import linear
 
 _MIN_TOKENS = 64
 """Weights are packed for each product, which pays only for that many tokens."""
@@ -20,9 +20,9 @@ class CpuLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         """Map [..., I] to [..., O]."""
         tokens_NI = input.reshape(-1, input.shape[-1])
-        if len(tokens_NI) < _MIN_TOKENS or not product_kernels.has_kernel(tokens_NI, self.weight):
+        if len(tokens_NI) < _MIN_TOKENS:
             return super().forward(input)
-        (out_NO,) = product_kernels.linear(tokens_NI, [self.weight], [self.bias])
+        (out_NO,) = linear(tokens_NI, [self.weight], [self.bias])
         return out_NO.view(*input.shape[:-1], -1)
 
 
