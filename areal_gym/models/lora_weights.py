@@ -7,7 +7,7 @@ peft puts its wrappers around layers; their names hold `base_layer`, which check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,21 +28,28 @@ def is_adapter(name: str) -> bool:
 
 
 def merged_state(
-    network: nn.Module, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    network: nn.Module,
+    whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    *,
+    without: Collection[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the state of a network as if it had no adapter, one tensor at a time, merged.
 
     Args:
         network: with or without an adapter.
         whole: gathers a tensor from the ranks that share it; every rank must use up the iterator.
+        without: names that are left out, and not gathered.
 
     Raises:
         TrainError: a name of peft's would be left over.
     """
     wrappers = {name: m for name, m in network.named_modules() if hasattr(m, "lora_A")}
     for name, tensor in network.state_dict().items():
-        if is_adapter(name):
+        plain = name.replace(_BASE, "")
+        if is_adapter(name) or plain in without:
             continue
+        if "lora_" in plain:
+            raise TrainError(f"the adapter's tensor {name} cannot be merged into the weights")
         merged = whole(tensor.detach())
         path = name
         while _BASE in path:
@@ -51,9 +58,6 @@ def merged_state(
             leaf = name.rpartition(".")[2]
             if leaf == getattr(wrapper, "parameter_name", "weight"):
                 merged = merged + _delta(wrapper, whole).to(merged)
-        plain = name.replace(_BASE, "")
-        if "lora_" in plain:
-            raise TrainError(f"the adapter's tensor {name} cannot be merged into the weights")
         yield plain, merged
 
 

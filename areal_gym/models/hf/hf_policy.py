@@ -132,9 +132,8 @@ class HFPolicy(PolicyModel):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield what `save_pretrained` would write: its names and values, one tensor at a time."""
         tied = set(getattr(self.network, "all_tied_weights_keys", None) or ())
-        for name, tensor in merged_state(self.network, whole):
-            if name not in tied:
-                yield from revert_weight_conversion(self.network, {name: tensor}).items()
+        for name, tensor in merged_state(self.network, whole, without=tied):
+            yield from revert_weight_conversion(self.network, {name: tensor}).items()
 
     def take_expert_counts(self) -> Tensor | None:
         """Return the tokens that each layer's experts were given in training, [L, E]."""
