@@ -161,8 +161,11 @@ class PolicyModel(nn.Module, ABC):
         """
 
     def duplicate(self) -> PolicyModel:
-        """Return another model with the weights that this one had when it was read."""
-        return copy.deepcopy(self)
+        """Return another model with the weights that this one was read with, to train: in float32.
+
+        This one may be frozen beside an adapter, in bfloat16.
+        """
+        return copy.deepcopy(self).float()
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:

@@ -4,13 +4,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_gym.config import LoraConfig
+from areal_gym.config import LoraConfig, TrainerConfig
 from areal_gym.errors import ConfigError
 from areal_gym.models.hf.hf_loading import build_policy, load_policy
 from areal_gym.models.lora_weights import is_adapter
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.algorithms.token_advantages import gae
 from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.lora import adapter_weights, add_adapter
+from areal_gym.trainer.parallel.fsdp import load_for_training
+from areal_gym.trainer.trainer import Trainer
 from tests._support.tiny_architectures import ARCHITECTURES, tiny_config
 
 pytest.importorskip("peft", reason="pip install 'areal-gym[lora]'")
@@ -86,3 +90,12 @@ def test_adapters_of_experts_are_published_merged_only():
     with pytest.raises(ConfigError, match="stacked matrices of experts") as caught:
         dict(adapter_weights(adapted("gpt_oss", LoraConfig(targets=("down_proj",)))))
     assert "weight_sync=disk" in caught.value.hints[0]
+
+
+def test_a_critic_beside_an_adapter_trains_float32(tmp_path):
+    build_policy(tiny_config("qwen3_moe"), seed=0).network.save_pretrained(tmp_path)
+    config = TrainerConfig(algorithm="ppo", lora={}, dtype="bfloat16", critic={"trunk": "own"})
+    trainer = Trainer(load_for_training(tmp_path, config), config, advantage=gae, loss=ppo_clip)
+    assert next(trainer.decoder.parameters()).dtype == torch.bfloat16
+    dtypes = {t.dtype for name, t in trainer.states().items() if "critic.weights" in name}
+    assert dtypes == {torch.float32}

@@ -46,14 +46,14 @@ class HFPolicy(PolicyModel):
 
     Args:
         network: a causal language model; `hf_loading.load_policy` reads one.
-        read_again: reads the same weights into another policy; needed for `duplicate` where the
-            weights are sharded, which FSDP2 cannot copy.
+        read_again: reads the same weights into another policy, of type `dtype`; needed for
+            `duplicate` where the weights are sharded, which FSDP2 cannot copy.
     """
 
     network: PreTrainedModel
 
     def __init__(
-        self, network: PreTrainedModel, read_again: Callable[[], HFPolicy] | None = None
+        self, network: PreTrainedModel, read_again: Callable[..., HFPolicy] | None = None
     ) -> None:
         super().__init__()
         self.is_sharded = read_again is not None
@@ -144,8 +144,10 @@ class HFPolicy(PolicyModel):
         require_exact_packing(self, pack, dtype)
 
     def duplicate(self) -> PolicyModel:
-        """Return another policy with the weights that this one had when it was read."""
-        return super().duplicate() if self._read_again is None else self._read_again()
+        """Return another policy with the weights that this one was read with, in float32."""
+        if self._read_again is None:
+            return super().duplicate()
+        return self._read_again(dtype=torch.float32)
 
     def hf_config(self) -> dict[str, Any]:
         """Return the content of the checkpoint's `config.json`."""
