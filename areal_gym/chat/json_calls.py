@@ -207,7 +207,7 @@ def parse_llama(text: str) -> Parsed:
             call, end = decode_json(text, position, "the tool call")
             calls.append(named_arguments(call, "parameters"))
         except ValueError as error:
-            # An answer in JSON is no call; a text that begins like a call is meant as one.
+            # An answer in JSON is not a call; a text that begins like a call is read as one.
             return Parsed(text[position:].strip() if calls else text, calls, str(error))
         position = skip_space(text, end)
         if text.startswith(";", position):
@@ -349,7 +349,7 @@ def behind(text: str, start: int, closing: str, what: str) -> int:
 
 
 def skip_space(text: str, start: int) -> int:
-    """Return the first place from `start` on that is no space."""
+    """Return the position of the first character from `start` on that is not white space."""
     end = start
     while end < len(text) and text[end] in " \t\r\n":
         end += 1

@@ -102,7 +102,7 @@ class Renderer:
         self.tool_dialect = self.written_dialect or DEFAULT_DIALECT
         """The format in which the policy is expected to write tool calls."""
         self.turn_ends = template_probe.find_turn_ends(self, tokenizer.control_tokens)
-        """What ends the policy's turns, by kind of turn."""
+        """The texts that end the policy's turns, by kind of turn."""
         ends = {self.encode(end)[0] for end in self.turn_ends[:2]} | {*stop_token_ids}
         self.stop_token_ids = tuple(
             sorted(ends if self.turn_ends.is_inner else ends | {self.end_of_turn_id})

@@ -215,7 +215,7 @@ class TurnEnds(NamedTuple):
     call: str
     """Ends a turn that calls a tool."""
     is_inner: bool
-    """Whether the end of turns in history also ends a thought (gpt-oss), and is no end."""
+    """Whether the end of turns in history ends thoughts, too (gpt-oss); sampling then goes on."""
     is_by_reply: bool
     """Whether turns have no end but the next message's header (GLM)."""
 

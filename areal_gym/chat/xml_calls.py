@@ -99,7 +99,7 @@ def _typed(
 ) -> dict[str, Any]:
     """Return the arguments with the types of the tool's schema.
 
-    A text that is no value of its type stays text, which the tool refuses by a clear error.
+    A text that its type cannot be read from stays text, and the tool refuses it with an error.
     """
     functions = (tool.get("function", tool) for tool in tools)
     schema = next((f.get("parameters") for f in functions if f.get("name") == name), None) or {}

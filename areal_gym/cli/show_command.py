@@ -58,7 +58,7 @@ def _find(id: str, kind: str | None) -> Entry:
 
 
 def _refuse_path(id: str) -> None:
-    """Raise UsageError for an id that looks like the path of a run directory: there is no run."""
+    """Raise UsageError for an id that looks like a path, but is not that of a run directory."""
     from areal_gym.run_dir.run_list import no_run_hints
 
     path = Path(id)

@@ -26,7 +26,7 @@ STARTER_DEFAULTS: Mapping[str, Any] = {
 """Suits the small policy that `engine.model=starter` builds; `load_config` applies it."""
 
 _STARTER_LORA = {"optimizer": "adamw", "lr": 3e-3}
-"""What an adapter of the starter wants instead: Muon is for whole matrices."""
+"""Replaces those of the trainer when an adapter is trained: Muon is for whole matrices."""
 
 _UNCLIPPED = {"clip_low": None, "clip_high": None}
 _DISTILLATION = PRESETS["grpo"].trainer() | {"advantage": "distill", **_UNCLIPPED}

@@ -7,7 +7,7 @@ ONLINE = "online"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split `host:port`; raise ValueError if it is no address."""
+    """Split `host:port`; raise ValueError if it is not an address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{address!r} is not an address; write host:port, port 0 is any free one")

@@ -56,7 +56,7 @@ def level_named(level: int) -> Level:
     """Return the level of that number.
 
     Raises:
-        UsageError: there is no such level.
+        UsageError: the level does not exist.
     """
     if isinstance(level, bool) or level not in LEVELS:
         raise UsageError(f"no level {level!r}", hints=["levels are 1 to 5"])

@@ -66,7 +66,7 @@ def code_tasks(level: int) -> GeneratedTasks:
     """Return the tasks of a level, 1 to 3: how many steps the function takes.
 
     Raises:
-        UsageError: there is no such level.
+        UsageError: the level does not exist.
     """
     if isinstance(level, bool) or level not in CODE_LEVELS:
         raise UsageError(f"no level {level!r}", hints=["levels are 1 to 3"])
