@@ -80,6 +80,7 @@ class RunConfig(Settings):
         is_elsewhere = self.deterministic or bool(self.cluster.rollout_workers)
         check_online(self.env.id, self.agent.id, self.engine.model, is_elsewhere=is_elsewhere)
         self._check_groups()
+        self._check_schedule()
         self._check_deterministic()
         self._check_cluster()
         if rollout.max_new_tokens >= self.engine.max_context:
@@ -142,6 +143,21 @@ class RunConfig(Settings):
                 "deterministic = true needs a synchronous run with the embedded engine on a "
                 f"CPU, not {', '.join(wrong)}"
             )
+
+    def _check_schedule(self) -> None:
+        trainer, schedule = self.trainer, self.trainer.lr_schedule
+        end = schedule.steps or self.steps
+        if schedule.id != "constant" and end and trainer.warmup_steps >= end:
+            raise ValueError(
+                f"trainer.warmup_steps = {trainer.warmup_steps} leaves trainer.lr_schedule = "
+                f"{schedule.id!r} none of {end} steps to fall in: use fewer, or more steps"
+            )
+
+    def scheduled_trainer(self) -> TrainerConfig:
+        """Return the trainer's settings with the end of its schedule: by default the last step."""
+        schedule = self.trainer.lr_schedule
+        end = {"steps": schedule.steps or max(1, self.steps)}
+        return self.trainer.model_copy(update={"lr_schedule": schedule.model_copy(update=end)})
 
     def changed(self) -> dict[str, Any]:
         """Return, by dotted key, the settings that differ from the defaults of the objective and

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,7 @@ from areal_gym.config.algorithm_settings import (
     RewardConfig,
 )
 from areal_gym.config.defaults import fill_in_trainer
+from areal_gym.config.optimizer_settings import LrScheduleConfig
 from areal_gym.config.settings_model import Settings, Urls
 
 
@@ -183,10 +184,14 @@ class TrainerConfig(Settings):
     """"muon" orthogonalises the updates of the layers' matrices; the rest stays with AdamW."""
     lr: float = Field(3e-4, gt=0)
     """Learning rate after the warm-up."""
+    lr_groups: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """Learning rates of parameters by pattern, such as {"*embed_tokens*": 1e-5}: `*` stands for any
+    characters, the first pattern that fits a name counts, and 0 keeps weights as they are."""
     muon_lr: float = Field(3e-3, gt=0)
     """Learning rate of the matrices, with optimizer "muon"."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate grows to `lr`."""
+    lr_schedule: LrScheduleConfig = LrScheduleConfig()
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW's betas."""
     weight_decay: float = Field(0.0, ge=0)

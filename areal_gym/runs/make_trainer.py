@@ -76,7 +76,7 @@ def _placed(
     from areal_gym.models.backend import ModelLoader
     from areal_gym.models.device import pick_device
 
-    settings = config.trainer
+    settings = config.scheduled_trainer()
     device = pick_device(settings.device)
     source = policy if settings.lora is None else initial  # a checkpoint has the adapter merged
     loader = ModelLoader(

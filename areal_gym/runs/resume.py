@@ -47,7 +47,19 @@ def require_resumable(directory: RunDir, config: RunConfig) -> list[str]:
     loud = {key: pair for key, pair in changed.items() if not _is_under(key, SILENT)}
     changes = (f"{key} {short(old, 40)} -> {short(new, 40)}" for key, (old, new) in loud.items())
     warning = f"warning: resumed with other settings than before: {'; '.join(changes)}"
-    return [warning] if loud else []
+    return ([warning] if loud else []) + _schedule_warnings(before, config)
+
+
+def _schedule_warnings(before: RunConfig, now: RunConfig) -> list[str]:
+    """Warn where another number of steps stretches or shortens the learning rate's course."""
+    schedule = now.trainer.lr_schedule
+    if schedule.id == "constant" or schedule.steps is not None or before.steps == now.steps:
+        return []
+    return [
+        f"warning: trainer.lr_schedule = {schedule.id!r} now ends at step {now.steps}, not at step "
+        f"{before.steps}: the learning rate goes on where a run of {now.steps} steps has it "
+        f"(trainer.lr_schedule.steps={before.steps} keeps the old course and then stays at its end)"
+    ]
 
 
 def changed_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[object, object]]:

@@ -37,7 +37,8 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
         shard_head(self.head, config, ranks)
         self._scale = config.critic.lr_scale
-        self.optimizer = Optimizer(self, config, ranks)
+        own_lr = config.model_copy(update={"lr_groups": {}})  # patterns name the policy's weights
+        self.optimizer = Optimizer(self, own_lr, ranks)
 
     def of(self, hidden_TC: Tensor) -> Tensor:
         """Return the values of hidden states, [T, C] -> [T], float32."""

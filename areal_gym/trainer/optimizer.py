@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.trainer.parallel.fsdp import by_mesh, clip_gradients
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
@@ -23,14 +27,15 @@ class Optimizer:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(trained.values())
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
-        matrices: list[nn.Parameter] = []
-        rest: list[nn.Parameter] = []
+        matrices: dict[str, Tensor] = {}
+        rest: dict[str, Tensor] = {}
         for name, p in trained.items():
             has_muon = config.optimizer == "muon" and p.ndim == 2 and ".layers." in name
-            (matrices if has_muon else rest).append(p)
-        fused = all(p.device.type in ("cpu", "cuda") for p in rest)
+            (matrices if has_muon else rest)[name] = p
+        own_rates = _own_rates(list(trained), config.lr_groups)
+        fused = all(p.device.type in ("cpu", "cuda") for p in rest.values())
         adamw = torch.optim.AdamW(
-            [{"params": group} for group in by_mesh(rest)],
+            _groups(rest, own_rates, config.lr),
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -39,9 +44,8 @@ class Optimizer:
         self._optimizers: dict[str, torch.optim.Optimizer] = {"adamw": adamw}
         if matrices:
             self._optimizers["muon"] = torch.optim.Muon(
-                matrices, lr=config.muon_lr, weight_decay=config.weight_decay
+                _groups(matrices, own_rates, config.muon_lr), weight_decay=config.weight_decay
             )
-        self._rates = {"adamw": config.lr, "muon": config.muon_lr}
 
     def step(self, scale: float = 1.0, *, is_usable: bool = True) -> float:
         """Apply the gradients with learning rates times `scale`; return the gradient's norm.
@@ -49,9 +53,9 @@ class Optimizer:
         They are only cleared when the norm is not finite, or they are not usable.
         """
         norm = clip_gradients(self._parameters, self._max_grad_norm, self._ranks)
-        for kind, optimizer in self._optimizers.items():
+        for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
-                group["lr"] = self._rates[kind] * scale
+                group["lr"] = group["initial_lr"] * scale
             if is_usable and math.isfinite(norm):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -87,6 +91,43 @@ class Optimizer:
             if owner in owners:
                 optimizer, parameter = owners[owner]
                 optimizer.state[parameter][state] = _empty(meta, parameter.detach())
+
+
+def _own_rates(names: Sequence[str], lr_groups: Mapping[str, float]) -> dict[str, float]:
+    """Return the learning rates that `trainer.lr_groups` gives to parameters, by name.
+
+    Raises:
+        ConfigError: a pattern fits no name.
+    """
+    rates: dict[str, float] = {}
+    for pattern, rate in lr_groups.items():
+        fitting = fnmatch.filter(names, pattern)
+        if not fitting:
+            kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
+            raise ConfigError(
+                f"trainer.lr_groups has {pattern!r}, which fits no parameter that is trained",
+                hints=[
+                    did_you_mean(pattern, kinds),
+                    f"parameters: {', '.join(kinds[:40])}" + (", ..." if kinds[40:] else ""),
+                ],
+            )
+        for name in fitting:
+            rates.setdefault(name, rate)
+    return rates
+
+
+def _groups(
+    parameters: Mapping[str, Tensor], own_rates: Mapping[str, float], lr: float
+) -> list[dict[str, Any]]:
+    """Return parameter groups of one mesh and one learning rate each."""
+    by_rate: dict[float, list[Tensor]] = {}
+    for name, parameter in parameters.items():
+        by_rate.setdefault(own_rates.get(name, lr), []).append(parameter)
+    return [
+        {"params": group, "lr": rate, "initial_lr": rate}
+        for rate, members in by_rate.items()
+        for group in by_mesh(members)
+    ]
 
 
 def _empty(meta: TensorStorageMetadata, parameter: Tensor) -> Tensor:

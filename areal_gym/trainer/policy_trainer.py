@@ -17,6 +17,7 @@ from areal_gym.models.backend import ModelLoader
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.trainer.lora import add_adapter
+from areal_gym.trainer.lr_schedule import lr_factor, require_steps
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.parallel.fsdp import (
     full,
@@ -38,10 +39,11 @@ class PolicyTrainer:
     weights that it needs as they are at first.
 
     Raises:
-        ConfigError: weights that are not float32.
+        ConfigError: weights that are not float32, or a schedule without an end.
     """
 
     def __init__(self, decoder: PolicyModel, config: TrainerConfig, ranks: Ranks) -> None:
+        require_steps(config)
         if config.lora is None and any(p.dtype != torch.float32 for p in decoder.parameters()):
             raise ConfigError(
                 "master weights must be float32: in bfloat16 most updates round to nothing",
@@ -131,7 +133,7 @@ class PolicyTrainer:
         return policy
 
     def _lr_scale(self) -> float:
-        return min(1.0, (self.num_steps + 1) / max(1, self.config.warmup_steps))
+        return lr_factor(self.config, self.num_steps)
 
     def _note_update(self, norm: float, *, is_loss_finite: bool, hints: Sequence[str] = ()) -> bool:
         """Return whether the update was applied; stop when several in a row were not.

@@ -1,0 +1,43 @@
+"""Learning-rate schedules: the factor of every learning rate, step by step."""
+
+from __future__ import annotations
+
+import math
+
+from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError
+
+
+def require_steps(config: TrainerConfig) -> None:
+    """Raise ConfigError if the rate is to fall and nothing says by which step."""
+    schedule = config.lr_schedule
+    if schedule.id != "constant" and schedule.steps is None:
+        raise ConfigError(
+            f"trainer.lr_schedule = {schedule.id!r} needs the number of steps by which it ends",
+            hints=["a run knows it; a trainer made by hand: lr_schedule={'id': ..., 'steps': 100}"],
+        )
+
+
+def lr_factor(config: TrainerConfig, num_steps: int) -> float:
+    """Return the factor of the learning rates in the step after `num_steps` steps.
+
+    The warm-up is one step ahead of that of transformers' schedules, whose first step has rate 0;
+    after it the factors are theirs.
+    """
+    schedule, warmup = config.lr_schedule, config.warmup_steps
+    if num_steps < warmup:
+        return (num_steps + 1) / warmup
+    if schedule.id == "constant":
+        return 1.0
+    assert schedule.steps is not None  # `require_steps`
+    begin = warmup
+    if schedule.id == "wsd":
+        begin = max(warmup, schedule.steps - max(1, round(schedule.decay_share * schedule.steps)))
+    over = min(1.0, max(0, num_steps - begin) / max(1, schedule.steps - begin))
+    if schedule.id == "cosine":
+        factor = 0.5 * (1 + math.cos(math.pi * over))
+    elif schedule.id == "wsd" and schedule.decay == "sqrt":
+        factor = 1 - math.sqrt(over)
+    else:
+        factor = 1 - over
+    return schedule.min_ratio + (1 - schedule.min_ratio) * factor

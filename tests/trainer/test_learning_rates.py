@@ -1,0 +1,161 @@
+import math
+
+import pytest
+import torch
+import transformers
+
+from areal_gym.config import TrainerConfig, load_config
+from areal_gym.errors import ConfigError
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.preparation import save_settings
+from areal_gym.runs.resume import require_resumable
+from areal_gym.trainer.lr_schedule import lr_factor
+from areal_gym.trainer.objectives.supervised import Sft, Supervised
+from areal_gym.trainer.optimizer import Optimizer
+from tests._support.tiny_training import tiny_decoder
+
+
+def settings_of(schedule, warmup=0, **settings):
+    return TrainerConfig(lr_schedule=schedule, warmup_steps=warmup, **settings)
+
+
+def factors(schedule, num_steps, warmup=0):
+    config = settings_of(schedule, warmup)
+    return [lr_factor(config, step) for step in range(num_steps)]
+
+
+# ---- schedules ----------------------------------------------------------------------------------
+
+
+def test_factors_by_hand():
+    assert factors("constant", 4) == [1, 1, 1, 1]
+    assert factors("constant", 4, warmup=3) == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert factors({"id": "linear", "steps": 4}, 6) == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0])
+    half = {"id": "linear", "steps": 4, "min_ratio": 0.5}
+    assert factors(half, 6) == pytest.approx([1, 0.875, 0.75, 0.625, 0.5, 0.5])
+    cosine = [(1 + math.cos(math.pi * x)) / 2 for x in (0, 0.25, 0.5, 0.75, 1)]
+    assert factors({"id": "cosine", "steps": 6}, 7, warmup=2) == pytest.approx([0.5, 1, *cosine])
+    wsd = {"id": "wsd", "steps": 10, "decay_share": 0.4}
+    falling = [1 - math.sqrt(x) for x in (0, 0.25, 0.5, 0.75, 1)]
+    assert factors(wsd, 12) == pytest.approx([1] * 6 + falling + [0])
+    linear = {**wsd, "decay": "linear", "min_ratio": 0.1}
+    assert factors(linear, 12)[6:] == pytest.approx([1, 0.775, 0.55, 0.325, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("min_ratio", [0.0, 0.25])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "wsd linear"])
+def test_factors_are_those_of_transformers(schedule, min_ratio, warmup):
+    num_steps, kind = 50, schedule.split()
+    ours = {"id": kind[0], "steps": num_steps, "min_ratio": min_ratio}
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    if schedule == "linear":
+        theirs = transformers.get_polynomial_decay_schedule_with_warmup(
+            optimizer, warmup, num_steps, lr_end=min_ratio, power=1.0
+        )
+    elif schedule == "cosine":
+        theirs = transformers.get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, warmup, num_steps, min_lr_rate=min_ratio
+        )
+    else:
+        ours |= {"decay_share": 0.2, "decay": kind[1] if kind[1:] else "sqrt"}
+        theirs = transformers.get_wsd_schedule(
+            *(optimizer, warmup, 10),
+            num_training_steps=num_steps,
+            min_lr_ratio=min_ratio,
+            decay_type=kind[1] if kind[1:] else "1-sqrt",
+        )
+    (factor,) = theirs.lr_lambdas
+    found = factors(ours, num_steps + 1, warmup)  # their cosine rises again after its end
+    if not min_ratio:  # with it, some of theirs begin at the minimum
+        # The first step of a warm-up moves here; there, its rate is 0.
+        expected = [factor(step) for step in range(1, warmup + 1)]
+        assert found[:warmup] == pytest.approx(expected, abs=1e-12)
+    assert found[warmup:] == pytest.approx(
+        [factor(step) for step in range(warmup, num_steps + 1)], abs=1e-12
+    )
+
+
+def test_run_gives_the_schedule_its_number_of_steps():
+    config = load_config(overrides=["steps=40", "trainer.lr_schedule=cosine"])
+    assert config.trainer.lr_schedule.steps is None
+    assert config.scheduled_trainer().lr_schedule.steps == 40
+    fixed = load_config(overrides=["steps=40", "trainer.lr_schedule={id: wsd, steps: 30}"])
+    assert fixed.scheduled_trainer().lr_schedule.steps == 30
+    with pytest.raises(ConfigError, match="needs the number of steps"):
+        Supervised(tiny_decoder(), settings_of("cosine"), objective=Sft())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.lr_schedule=exponential"], "lr_schedule"),
+        (["trainer.lr_schedule.min_ratio=2"], "min_ratio"),
+        (["trainer.lr_schedule={id: wsd, decay_share: 0}"], "decay_share"),
+        (["steps=5", "trainer.lr_schedule=linear", "trainer.warmup_steps=5"], "none of 5 steps"),
+        (["trainer.lr_groups={'*': -1}"], "lr_groups"),
+    ],
+)
+def test_impossible_schedules_are_refused(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(overrides=overrides)
+
+
+def test_resuming_with_more_steps_says_what_becomes_of_the_rate(tmp_path):
+    run = RunDir(tmp_path)
+    schedule = "trainer.lr_schedule=cosine"
+    save_settings(run, load_config(overrides=["steps=10", schedule]))
+    assert require_resumable(run, load_config(overrides=["steps=10", schedule])) == []
+    (warning,) = require_resumable(run, load_config(overrides=["steps=20", schedule]))
+    assert "ends at step 20, not at step 10" in warning
+    assert "trainer.lr_schedule.steps=10" in warning
+
+
+# ---- groups -------------------------------------------------------------------------------------
+
+
+def rates_of(decoder, config):
+    optimizer = Optimizer(decoder, config)
+    names = {id(p): name for name, p in decoder.named_parameters()}
+    return {
+        names[id(p)]: group["lr"]
+        for part in optimizer.parts
+        for group in part.param_groups
+        for p in group["params"]
+    }
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_first_pattern_that_fits_sets_a_parameters_rate(optimizer):
+    groups = {"*.q_proj.*": 1e-5, "*_proj.*": 2e-5, "*embed_tokens*": 0.0}
+    config = TrainerConfig(optimizer=optimizer, lr=1e-3, muon_lr=1e-2, lr_groups=groups)
+    decoder = tiny_decoder()
+    rates = rates_of(decoder, config)
+    assert rates.keys() == {name for name, _ in decoder.named_parameters()}
+    assert rates["model.layers.0.self_attn.q_proj.weight"] == 1e-5
+    assert rates["model.layers.1.mlp.up_proj.weight"] == 2e-5
+    assert rates["model.embed_tokens.weight"] == 0
+    assert rates["model.norm.weight"] == 1e-3
+
+
+def test_groups_train_at_their_own_rates():
+    decoder = tiny_decoder()
+    before = {name: p.detach().clone() for name, p in decoder.named_parameters()}
+    config = TrainerConfig(lr=1e-3, lr_groups={"*embed_tokens*": 0.0, "*.mlp.*": 1e-4})
+    optimizer = Optimizer(decoder, config)
+    for p in decoder.parameters():
+        p.grad = torch.full_like(p, 1e-4)
+    optimizer.step(0.5)
+    after = dict(decoder.named_parameters())
+    moved = {name: float((after[name].detach() - p).abs().max()) for name, p in before.items()}
+    # AdamW's first update is the rate itself.
+    assert moved["model.embed_tokens.weight"] == 0
+    assert moved["model.layers.0.mlp.up_proj.weight"] == pytest.approx(0.5e-4, rel=1e-2)
+    assert moved["model.norm.weight"] == pytest.approx(0.5e-3, rel=1e-2)
+
+
+def test_pattern_that_fits_nothing_shows_the_names():
+    config = TrainerConfig(lr_groups={"embed_tokens": 1e-5})
+    with pytest.raises(ConfigError, match="'embed_tokens', which fits no parameter") as refused:
+        Optimizer(tiny_decoder(), config)
+    assert any("model.embed_tokens.weight" in hint for hint in refused.value.hints)
