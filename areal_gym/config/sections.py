@@ -180,8 +180,9 @@ class TrainerConfig(Settings):
     critic: CriticConfig = CriticConfig()
     lora: LoraConfig | None = None
     """Train a LoRA adapter (peft) and freeze the weights; null trains all weights."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """"muon" orthogonalises the updates of the layers' matrices; the rest stays with AdamW."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """"muon" orthogonalises the updates of the layers' matrices, the rest stays with AdamW;
+    "adamw_8bit" keeps AdamW's moments in 2 bytes a weight instead of 8 (torchao)."""
     lr: float = Field(3e-4, gt=0)
     """Learning rate after the warm-up."""
     lr_groups: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 Kind = Literal["weights", "frozen", "gradients", "states", "gathered", "logits", "activations"]
@@ -47,8 +46,7 @@ class MemoryTracker(TorchDispatchMode):
         part of a mapped storage, and gradients of a layer lie in one.
         """
         for tensor in tensors:
-            if tensor is not None:
-                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            for local in () if tensor is None else _parts(tensor):
                 storage = local.untyped_storage()
                 parts = self._labelled.setdefault(storage._cdata, {})
                 parts[int(local.storage_offset())] = local.nbytes
@@ -80,11 +78,10 @@ class MemoryTracker(TorchDispatchMode):
         if is_collective and not name.startswith("fsdp."):
             sizes = [t.nbytes for t in _tensors((args, kwargs, result))]
             self.traffic[name.split(".")[1].strip("_")] += max(sizes, default=0)
-        for tensor in _tensors(result):
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            storage = local.untyped_storage()
+        for part in (part for tensor in _tensors(result) for part in _parts(tensor)):
+            storage = part.untyped_storage()
             if storage._cdata not in self._alive:
-                has_logits = tensor.ndim > 1 and tensor.shape[-1] == self._vocab_size
+                has_logits = part.ndim > 1 and part.shape[-1] == self._vocab_size
                 kind: Kind = "logits" if has_logits else "activations"
                 self._count(storage, "gathered" if is_collective else kind, storage.size())
         return result
@@ -140,6 +137,16 @@ def labelled_training(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """Yield the tensors that hold a tensor's bytes on this rank: a shard, codes and scales."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        if isinstance(part := getattr(tensor, name), Tensor):  # a sharded one names its mesh, too
+            yield from _parts(part)
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The optimizer of a trainer: AdamW, or Muon on the matrices and AdamW on the rest, in float32."""
+"""The optimizer of a trainer: AdamW, its 8-bit variant, or Muon on the matrices."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.trainer.adamw_8bit import adamw_8bit, allocate_moments, stored
 from areal_gym.trainer.parallel.fsdp import by_mesh, clip_gradients
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
@@ -33,15 +34,19 @@ class Optimizer:
             has_muon = config.optimizer == "muon" and p.ndim == 2 and ".layers." in name
             (matrices if has_muon else rest)[name] = p
         own_rates = _own_rates(list(trained), config.lr_groups)
-        fused = all(p.device.type in ("cpu", "cuda") for p in rest.values())
-        adamw = torch.optim.AdamW(
-            _groups(rest, own_rates, config.lr),
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            fused=fused,
-        )
-        self._optimizers: dict[str, torch.optim.Optimizer] = {"adamw": adamw}
+        groups = _groups(rest, own_rates, config.lr)
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        if config.optimizer == "adamw_8bit":
+            self._optimizers["adamw_8bit"] = adamw_8bit(
+                groups, betas=config.betas, weight_decay=config.weight_decay
+            )
+        else:
+            self._optimizers["adamw"] = torch.optim.AdamW(
+                groups,
+                betas=config.betas,
+                weight_decay=config.weight_decay,
+                fused=all(p.device.type in ("cpu", "cuda") for p in rest.values()),
+            )
         if matrices:
             self._optimizers["muon"] = torch.optim.Muon(
                 _groups(matrices, own_rates, config.muon_lr), weight_decay=config.weight_decay
@@ -55,7 +60,11 @@ class Optimizer:
         norm = clip_gradients(self._parameters, self._max_grad_norm, self._ranks)
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * scale
+                rate = group["initial_lr"] * scale
+                if isinstance(group["lr"], Tensor):  # compiled code reads it
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
             if is_usable and math.isfinite(norm):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -69,10 +78,11 @@ class Optimizer:
     def states(self) -> dict[str, Tensor]:
         """Return the live states, named like `adamw.PARAMETER.exp_avg`."""
         return {
-            f"{kind}.{self._names[parameter]}.{state}": tensor
+            f"{kind}.{self._names[parameter]}.{part}": tensor
             for kind, optimizer in self._optimizers.items()
-            for parameter, tensors in optimizer.state.items()
-            for state, tensor in tensors.items()
+            for parameter, moments in optimizer.state.items()
+            for state, moment in moments.items()
+            for part, tensor in stored(parameter, state, moment).items()
         }
 
     def allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
@@ -86,11 +96,21 @@ class Optimizer:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
+        by_owner: dict[str, dict[str, TensorStorageMetadata]] = {}
         for name, meta in saved.items():
-            owner, _, state = name.rpartition(".")
+            owner, _, part = name.rpartition(".")
+            if owner not in owners:  # a part of a moment
+                owner, _, moment = owner.rpartition(".")
+                part = f"{moment}.{part}"
             if owner in owners:
-                optimizer, parameter = owners[owner]
-                optimizer.state[parameter][state] = _empty(meta, parameter.detach())
+                by_owner.setdefault(owner, {})[part] = meta
+        for owner, parts in by_owner.items():
+            optimizer, parameter = owners[owner]
+            states = optimizer.state[parameter]
+            for part, meta in parts.items():
+                if "." not in part:
+                    states[part] = _empty(meta, parameter.detach())
+            allocate_moments(parameter, parts, states)
 
 
 def _own_rates(names: Sequence[str], lr_groups: Mapping[str, float]) -> dict[str, float]:
