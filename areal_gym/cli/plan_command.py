@@ -67,7 +67,7 @@ def plan_command(
             hints=["fewer: trainer.num_ranks=N, engine.kwargs.num_servers=N"],
         )
     talk(f"simulating a step of {config.engine.model} on {num_ranks} ranks")
-    if config.trainer.expert_ranks > 1:
+    if config.trainer.parallel.expert > 1:
         talk("experts are counted as gathered on every rank, layer by layer: an upper bound")
     plan = plan_run(config, gpu=gpu, tokens_per_episode=tokens, say=talk)
     if as_json:

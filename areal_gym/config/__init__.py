@@ -5,6 +5,7 @@ A run's resolved settings are written to its directory and run again as they are
 
 from areal_gym.config.defaults import STARTER_DEFAULTS
 from areal_gym.config.loading import field_names, load_config, parse_override
+from areal_gym.config.parallel_settings import Layout, ParallelConfig
 from areal_gym.config.run_config import RunConfig, require_plain_sampling
 from areal_gym.config.sections import (
     AgentConfig,
@@ -26,7 +27,9 @@ __all__ = [
     "EngineConfig",
     "EnvConfig",
     "EvalConfig",
+    "Layout",
     "LoraConfig",
+    "ParallelConfig",
     "PluginConfig",
     "RolloutConfig",
     "RunConfig",

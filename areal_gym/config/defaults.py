@@ -73,6 +73,7 @@ def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def fill_in_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings below `trainer` on top of their algorithm's, or raise ValueError."""
+    trainer = with_new_names(trainer)
     algorithm = _algorithm_of(trainer) or "grpo"
     if algorithm not in PRESETS:
         raise ValueError(f"no algorithm {algorithm!r}: {choices(algorithm, PRESETS)[0]}")
@@ -82,6 +83,17 @@ def fill_in_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:
             for key in settings:
                 preset.pop(key, None)
     return merged(preset, trainer)
+
+
+def with_new_names(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings below `trainer`, one of older versions under its name of today."""
+    rest = dict(trainer)
+    if "expert_ranks" not in rest:
+        return rest
+    size, parallel = rest.pop("expert_ranks"), rest.get("parallel", {})
+    if isinstance(parallel, BaseModel):
+        parallel = parallel.model_dump(exclude_unset=True)
+    return merged(rest, {"parallel": {"expert": size, **parallel}})
 
 
 def without_defaults(trainer: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:

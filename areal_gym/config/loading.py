@@ -20,6 +20,9 @@ from areal_gym.config.settings_model import merged, section_of, setting_fields
 from areal_gym.errors import ConfigError, DataError, did_you_mean
 from areal_gym.utils.files import path_hints, read_yaml
 
+_RENAMED = {"trainer.expert_ranks": "trainer.parallel.expert"}
+"""Overrides by the names of older versions; files: `defaults.with_new_names`."""
+
 
 def load_config(
     file: Path | None = None,
@@ -38,6 +41,7 @@ def load_config(
     """
     tree = merged(base or {}, {} if file is None else _read_yaml(file))
     given = [*(flags or {}).items(), *map(parse_override, overrides)]
+    given = [(_RENAMED.get(key, key), value) for key, value in given]
     if given:
         tree = _without_defaults(tree)
     for key, value in given:

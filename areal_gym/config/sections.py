@@ -15,6 +15,7 @@ from areal_gym.config.algorithm_settings import (
 )
 from areal_gym.config.defaults import fill_in_trainer
 from areal_gym.config.optimizer_settings import LrScheduleConfig
+from areal_gym.config.parallel_settings import Layout, ParallelConfig
 from areal_gym.config.settings_model import Settings, Urls
 
 
@@ -208,10 +209,8 @@ class TrainerConfig(Settings):
     device: str = "auto"
     """"auto" takes CUDA when there is one."""
     num_ranks: int = Field(1, ge=1)
-    """Processes that share the weights, gradients and optimizer states (FSDP2): one per GPU."""
-    expert_ranks: int = Field(1, ge=1)
-    """Ranks among which the experts of a mixture are divided (expert parallelism): tokens travel to
-    them; 1 gathers a layer's experts on each rank. A divisor of num_ranks."""
+    """Processes that train together, one per GPU; `parallel` says how they share the model."""
+    parallel: ParallelConfig = ParallelConfig()
     routing_replay: bool = False
     """Train a mixture with the experts by which the engine has sampled each token, instead of those
     that the trainer's router would choose (rollout routing replay, R3; docs/models.md)."""
@@ -233,6 +232,11 @@ class TrainerConfig(Settings):
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints to keep, besides the best one measured (eval.every)."""
 
+    @property
+    def layout(self) -> Layout:
+        """How `num_ranks` ranks share the model."""
+        return self.parallel.layout(self.num_ranks)
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, value: Any) -> Any:
@@ -252,10 +256,10 @@ class TrainerConfig(Settings):
                 "lora with optimizer = 'muon': Muon orthogonalises whole matrices, and an adapter "
                 "is two thin ones; use optimizer = 'adamw'"
             )
-        if self.num_ranks % self.expert_ranks:
-            raise ValueError(
-                f"expert_ranks = {self.expert_ranks} does not divide num_ranks = {self.num_ranks}"
-            )
+        layout = self.layout
+        for name in ("context", "tensor"):
+            if getattr(layout, name) > 1:
+                raise ValueError(f"trainer.parallel.{name} > 1 is not there yet; use 1")
         if self.cpu_offload and self.num_ranks == 1:
             raise ValueError(
                 "cpu_offload = true is FSDP2's: with num_ranks = 1 nothing would be offloaded; use "

@@ -43,7 +43,7 @@ def network_of_shapes(
     if is_trunk:
         own_class = classifier_class(config)
     if sharding is not None:
-        sharding = replace(sharding, num_expert_ranks=1)
+        sharding = replace(sharding, layout=replace(sharding.layout, expert=1))
     layout, _, mesh = own_class.prepare_distribute_model(distributed_config(sharding))
     with mode:
         with no_tie_weights():  # as `from_pretrained`: weights are tied when they are laid out

@@ -63,9 +63,12 @@ def simulate_step(config: RunConfig, model: PretrainedConfig) -> SimulatedStep:
         ConfigError: the model cannot be laid out like that, or the settings do not fit.
     """
     settings = config.scheduled_trainer()
-    sharding = fsdp.sharding_of(settings, settings.num_ranks, torch.device("cpu"))
+    sharding = fsdp.sharding_of(settings, settings.layout, torch.device("cpu"))
     with _fake_process_group(settings.num_ranks):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
+        ranks = _LoneRank(layout=settings.layout)
+        if settings.num_ranks > 1:
+            _ = ranks.fsdp_mesh  # a mesh holds real numbers
 
         def make(*, is_frozen: bool = False, is_trunk: bool = False) -> _SimulatedPolicy:
             is_short = settings.dtype == "bfloat16" and is_frozen
@@ -77,7 +80,7 @@ def simulate_step(config: RunConfig, model: PretrainedConfig) -> SimulatedStep:
             return _SimulatedPolicy(network, make)
 
         policy = make(is_frozen=settings.lora is not None)
-        with mode, _HostValues(), _placement_of_real_tensors():  # type: ignore[no-untyped-call]
+        with mode, _HostValues(), _modules_stay():  # type: ignore[no-untyped-call]
             trainer = _SimulatedTrainer(
                 policy,
                 settings,
@@ -86,7 +89,7 @@ def simulate_step(config: RunConfig, model: PretrainedConfig) -> SimulatedStep:
                 temperature=config.rollout.temperature,
                 max_new_tokens=config.rollout.max_new_tokens,
                 reference=Path(config.engine.model),
-                ranks=_LoneRank(0, settings.num_ranks),
+                ranks=ranks,
             )
             tracker = MemoryTracker(policy.shape.vocab_size)
             trainer.allocate_states()
@@ -112,34 +115,24 @@ def _fake_process_group(num_ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def _placement_of_real_tensors() -> Iterator[None]:
-    """Make meshes of real numbers, and keep modules where they are: fake tensors refuse both."""
-    owner: Any = fsdp
-    make_mesh, move = owner.init_device_mesh, nn.Module.to
-
-    def real_mesh(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily():
-            return make_mesh(*args, **kwargs)
-
-    owner.init_device_mesh = real_mesh
+def _modules_stay() -> Iterator[None]:
+    """Keep modules where they are: fake tensors refuse to be moved."""
+    move = nn.Module.to
     nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        owner.init_device_mesh = make_mesh
         nn.Module.to = move  # type: ignore[method-assign]
 
 
 class _LoneRank(Ranks):
     """Rank 0 with rows of its own; the others are assumed to have the same values."""
 
-    __slots__ = ()
-
     def share(self, members: Sequence[int], costs: Sequence[int]) -> list[int]:
         return list(members)
 
     def gather(self, value: Any) -> list[Any]:
-        return [value] * self.size
+        return [value] * self.num_data_ranks
 
 
 class _HostValues(TorchDispatchMode):

@@ -120,7 +120,7 @@ def memory_of_policy(config: RunConfig, policy: PolicyModel) -> Memory:
         experts = sum(p.numel() for p in layer.parameters() if p.ndim == 3)
         whole = sum(p.numel() for p in layer.parameters())
         # Divided experts stay where they are: tokens travel to them.
-        num_layer = max(num_layer, whole - experts + experts // trainer.expert_ranks)
+        num_layer = max(num_layer, whole - experts + experts // trainer.parallel.expert)
         num_in_layers += whole
     activations = _policy_activations(config, policy, num_bytes)
     num_added = 0

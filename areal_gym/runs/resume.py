@@ -14,8 +14,13 @@ SILENT = (
     # Where and how fast it is computed.
     *("cluster", "gateway", "engine.device", "engine.kwargs", "engine.num_slots"),
     *("engine.num_threads", "engine.url", "teacher.url", "trainer.compile", "trainer.cpu_offload"),
-    *("trainer.device", "trainer.num_ranks", "trainer.num_threads", "trainer.recompute_layers"),
-    *("trainer.runs_in", "trainer.tokens_per_microbatch", "trainer.weight_sync"),
+    *("trainer.device", "trainer.num_ranks", "trainer.parallel", "trainer.num_threads"),
+    *(
+        "trainer.recompute_layers",
+        "trainer.runs_in",
+        "trainer.tokens_per_microbatch",
+        "trainer.weight_sync",
+    ),
     *("rollout.episode_timeout_s", "rollout.max_failure_rate", "rollout.max_in_flight"),
     "rollout.max_retries",
     # The weights that the run began with are compared by their hash, wherever they lie.

@@ -332,13 +332,15 @@ class Trainer(PolicyTrainer):
                     batch, indexes, logprobs_T, metrics, num_tokens=num_tokens, is_first=is_first
                 )
             # Gradients are averaged over the ranks, each of which has a part of the sum.
-            (loss * (self._ranks.size if is_mine else 0)).backward()
+            (loss * (self._ranks.layout.num_averaged if is_mine else 0)).backward()
         # A loss may be no number where its gradient is one: what is added to it has none.
         is_finite = math.isfinite(self._ranks.sum({"loss": sum_of_losses})["loss"])
         norm = self._optimizer.step(self._lr_scale(), is_usable=is_finite)
         if self._critic is not None:
             critic_norm = self._critic.step(self._lr_scale(), is_usable=math.isfinite(norm))
-            step.totals.add("critic_grad_norm", torch.tensor(critic_norm), self._ranks.size)
+            step.totals.add(
+                "critic_grad_norm", torch.tensor(critic_norm), self._ranks.num_data_ranks
+            )
         return norm if self._note_update(norm, is_loss_finite=is_finite) else math.nan
 
     def _losses(

@@ -103,5 +103,5 @@ def test_recipe_of_a_mixture_says_what_its_ranks_hold(path):
     assert int(num_ranks) == config.trainer.num_ranks
     num_serving = config.cluster.servers * config.cluster.gpus_per_server
     assert (config.trainer.num_ranks, num_serving) == (12, 4)
-    assert facts.num_experts % config.trainer.expert_ranks == 0
+    assert facts.num_experts % config.trainer.parallel.expert == 0
     assert config.trainer.tokens_per_microbatch >= config.engine.max_context

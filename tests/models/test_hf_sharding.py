@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from areal_gym.config import TrainerConfig
+from areal_gym.config import Layout, TrainerConfig
 from areal_gym.errors import ConfigError
 from areal_gym.models.hf.hf_loading import Sharding, build_policy, load_policy
 from areal_gym.models.tiny.checkpoint_files import write_weights
@@ -53,7 +53,7 @@ def compare_with_one_rank(rank, directory, names, num_expert_ranks):
         alone = load_policy(directory / name)
         for rows in two_groups(alone.can_share_prompts):
             loss_of(alone, rows).backward()
-        sharding = Sharding(num_ranks=num_ranks, num_expert_ranks=num_expert_ranks)
+        sharding = Sharding(layout=Layout(shard=num_ranks, expert=num_expert_ranks))
         policy = load_policy(directory / name, sharding=sharding)
         mine = list(two_groups(policy.can_share_prompts))[rank]
         (loss_of(policy, mine) * num_ranks).backward()  # gradients are averaged over the ranks
@@ -122,7 +122,7 @@ def peak_while_loading(rank, directory):
     """(10^6 bytes of private memory at the peak, bytes of this rank's shard in float32)."""
 
     # What is imported, and made once, is not the model's.
-    sharding = Sharding(num_ranks=torch.distributed.get_world_size())
+    sharding = Sharding(layout=Layout(shard=torch.distributed.get_world_size()))
     load_policy(directory / "small", sharding=sharding)
     gc.collect()
     before, peak, is_over = private_mb(), [0.0], threading.Event()
@@ -202,7 +202,7 @@ def write_config(decoder, directory):
 
 def load_with_divided_experts(rank, directory):
     try:
-        load_policy(directory, sharding=Sharding(num_ranks=2, num_expert_ranks=2))
+        load_policy(directory, sharding=Sharding(layout=Layout(shard=2, expert=2)))
     except ConfigError as error:
         return error.message, error.hints
 
@@ -211,4 +211,4 @@ def test_an_architecture_without_a_plan_for_experts_is_refused(tmp_path):
     checkpoints(tmp_path, ["llama4_text"])
     message, hints = on_ranks(2, load_with_divided_experts, tmp_path / "llama4_text")[0]
     assert "llama4_text" in message
-    assert "expert_ranks=1" in hints[0]
+    assert "expert=1" in hints[0]

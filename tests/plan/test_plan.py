@@ -8,7 +8,7 @@ import torch
 
 from areal_gym.cli.app import run
 from areal_gym.cli.command_reference import JSON_KEYS
-from areal_gym.config import load_config
+from areal_gym.config import Layout, load_config
 from areal_gym.models.hf.hf_loading import Sharding, build_policy, load_policy
 from areal_gym.models.hf.hf_policy import HFPolicy
 from areal_gym.plan.memory_tracker import MemoryTracker, labelled_training
@@ -63,7 +63,8 @@ def peak_of_a_real_step(rank, directory, overrides, num_ranks):
 def measured_peak(rank, directory, overrides, num_ranks):
     config = settings(*overrides)
     torch.set_num_threads(1)
-    sharding = Sharding(num_ranks=num_ranks) if num_ranks > 1 else None
+    layout = Layout(shard=num_ranks)
+    sharding = Sharding(layout=layout) if num_ranks > 1 else None
     policy = load_policy(directory, sharding=sharding)
     trainer = Trainer(
         policy,
@@ -72,7 +73,7 @@ def measured_peak(rank, directory, overrides, num_ranks):
         loss=registry().load("losses", config.trainer.loss),
         max_new_tokens=config.rollout.max_new_tokens,
         reference=directory if config.trainer.kl.coefficient else None,
-        ranks=RowsOfItsOwn(rank, num_ranks) if num_ranks > 1 else ALONE,
+        ranks=RowsOfItsOwn(rank, layout) if num_ranks > 1 else ALONE,
     )
     groups = [full_group(config, 2)]
     trainer.step(groups, 0)
@@ -191,7 +192,7 @@ def test_command_plans_ranks_and_servers(model, areal_gym):
         (("--gpus", "2", "trainer.num_ranks=4"), "the run takes 4 GPUs"),
         (("engine.model=starter",), "fits anywhere"),
         (("engine.model=nowhere",), "nowhere"),
-        (("trainer.num_ranks=4", "trainer.expert_ranks=2"), "expert"),
+        (("trainer.num_ranks=4", "trainer.parallel.expert=2"), "expert"),
     ],
 )
 def test_command_says_what_is_wrong(words, message, model, areal_gym):

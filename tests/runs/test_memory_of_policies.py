@@ -75,7 +75,7 @@ def test_parameters_of_published_models(qwen3_8b, qwen3_30b):
     assert mixture.num_parameters == 30_532_122_624
     assert mixture.weights == 4 * 30_532_122_624 // 8
     assert mixture.frozen == mixture.weights // 2
-    divided = plan(qwen3_30b, num_ranks=8, dtype="bfloat16", expert_ranks=8)
+    divided = plan(qwen3_30b, num_ranks=8, dtype="bfloat16", parallel={"expert": 8})
     experts = 128 * 3 * 768 * 2048  # of a layer; 7 / 8 of them are no longer gathered
     assert mixture.gathered - divided.gathered == (experts - experts // 8) * (3 * 2 + 4)
 
@@ -100,7 +100,7 @@ def private_bytes():
 def peak_while_training(rank, directory, trainer):
     """The private memory of a step of two full micro-batches, beyond that of a tiny model."""
     config = settings(**trainer).trainer
-    ranks = Ranks(rank, config.num_ranks)
+    ranks = Ranks(rank, config.layout)
     for name in ("small", "large"):
         gc.collect()
         before, peak, is_over = private_bytes(), [0.0], threading.Event()

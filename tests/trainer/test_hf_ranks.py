@@ -25,7 +25,7 @@ def weights_of(trainer):
             {"algorithm": "ppo", "kl": {"coefficient": 0.1}},
             id="critic and reference",
         ),
-        pytest.param({"algorithm": "ppo", "expert_ranks": 2}, id="divided experts"),
+        pytest.param({"algorithm": "ppo", "parallel": {"expert": 2}}, id="divided experts"),
         pytest.param({"algorithm": "ppo", "routing_replay": True}, id="replayed experts"),
         pytest.param({"algorithm": "ppo", "lora": {"rank": 4}}, id="adapter"),
     ],

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_gym.config import TrainerConfig, load_config
+from areal_gym.config import Layout, TrainerConfig, load_config
 from areal_gym.errors import ConfigError, TrainError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
 from areal_gym.trainer.algorithms.advantages import grpo
@@ -175,7 +175,7 @@ def test_several_ranks_need_processes():
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 5))
 def test_rank_shares_partition_the_rows_in_order(costs, size):
     members = list(range(100, 100 + len(costs)))
-    shares = [Ranks(rank, size).share(members, costs) for rank in range(size)]
+    shares = [Ranks(rank, Layout(shard=size)).share(members, costs) for rank in range(size)]
     assert [m for share in shares for m in share] == members
     fair = sum(costs) / size
     for share in shares:

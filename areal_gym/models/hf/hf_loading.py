@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
+from areal_gym.config import Layout
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.models.hf.hf_policy import HFPolicy
 from areal_gym.models.hf.hf_reward_model import HEAD, HFRewardModel, classifier_of
@@ -44,11 +45,9 @@ _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """Says how the ranks of the process group share a model's weights (FSDP2)."""
+    """Says how the ranks of the process group share a model's weights."""
 
-    num_ranks: int
-    num_expert_ranks: int = 1
-    """Ranks among which the experts are divided; tokens travel to them (expert parallelism)."""
+    layout: Layout
     computes_in_bfloat16: bool = False
     """Layers are gathered and computed in bfloat16, gradients are summed in float32."""
     offloads: bool = False
@@ -236,19 +235,19 @@ def _require_one_reward(directory: Path, config: PretrainedConfig, is_scored: bo
 
 def require_expert_plan(config: PretrainedConfig, sharding: Sharding | None) -> None:
     """Raise ConfigError where experts are to be divided among ranks and cannot be."""
-    if sharding is None or sharding.num_expert_ranks == 1:
+    if sharding is None or sharding.layout.expert == 1:
         return
     text = config.get_text_config()
     if not getattr(text, "base_model_ep_plan", None):
         raise ConfigError(
             f"transformers {transformers_version} cannot divide experts of {text.model_type} among "
             f"ranks: it has none, or no plan for them",
-            hints=["every rank gathers a layer's experts: trainer.expert_ranks=1"],
+            hints=["every rank gathers a layer's experts: trainer.parallel.expert=1"],
         )
     if tuple(map(int, transformers_version.split(".")[:2])) < _EXPERT_RANKS_FROM:
         raise ConfigError(
             f"transformers {transformers_version} gives divided experts wrong gradients",
-            hints=["pip install 'transformers>=5.23'", "or: trainer.expert_ranks=1"],
+            hints=["pip install 'transformers>=5.23'", "or: trainer.parallel.expert=1"],
         )
 
 
@@ -256,9 +255,12 @@ def distributed_config(sharding: Sharding | None) -> DistributedConfig | None:
     """Return what transformers calls this sharding."""
     if sharding is None:
         return None
+    layout = sharding.layout
     return DistributedConfig(
-        fsdp_size=sharding.num_ranks,
-        ep_size=sharding.num_expert_ranks,
+        dp_replicate_size=layout.replicate,
+        fsdp_size=layout.fsdp_size,
+        tp_size=layout.tensor,
+        ep_size=layout.expert,
         fsdp_mixed_precision=sharding.computes_in_bfloat16,
         fsdp_cpu_offload=sharding.offloads,
     )

@@ -163,7 +163,7 @@ class Supervised(PolicyTrainer):
                 judgement = self._objective(self.decoder, batch, part)
             if learns:
                 # Gradients are averaged over the ranks, each of which has a part of the sum.
-                share = self._ranks.size if is_mine else 0
+                share = self._ranks.layout.num_averaged if is_mine else 0
                 (judgement.loss_U.sum() / num_units * share).backward()
             if is_mine:
                 for name, values in {"loss": judgement.loss_U, **judgement.metrics}.items():

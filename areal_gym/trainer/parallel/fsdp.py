@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -27,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from areal_gym.config import TrainerConfig
+from areal_gym.config import Layout, TrainerConfig
 from areal_gym.errors import ConfigError
 from areal_gym.models.backend import AUTO, ModelLoader
 from areal_gym.models.flat_batch import PackedBatch
@@ -79,20 +78,19 @@ def load_for_training(
         directory,
         device=device,
         dtype=computes_in if is_frozen or config.lora is not None else torch.float32,
-        sharding=sharding_of(config, ranks.size, device),
+        sharding=sharding_of(config, ranks.layout, device),
         trusts_code=loader.trusts_code,
     )
 
 
-def sharding_of(config: TrainerConfig, num_ranks: int, device: torch.device) -> Sharding | None:
+def sharding_of(config: TrainerConfig, layout: Layout, device: torch.device) -> Sharding | None:
     """Return how ranks of the settings share a model of transformers; None for one rank."""
     from areal_gym.models.hf.hf_loading import Sharding
 
-    if num_ranks == 1:
+    if layout.num_ranks == 1:
         return None
     return Sharding(
-        num_ranks=num_ranks,
-        num_expert_ranks=config.expert_ranks,
+        layout=layout,
         computes_in_bfloat16=config.dtype == "bfloat16",
         offloads=config.cpu_offload and device.type == "cuda",
     )
@@ -133,10 +131,24 @@ def prepare_decoder(decoder: PolicyModel, config: TrainerConfig, ranks: Ranks) -
                 mlp.compile(dynamic=True)
     if ranks.size == 1 or decoder.is_sharded:
         return
+    _require_no_tensor_ranks(ranks)
     options = _fsdp_options(decoder, config, ranks)
     for layer in decoder.layers:
         fully_shard(layer, **options)
     fully_shard(decoder, reshard_after_forward=False, **options)
+
+
+def _require_no_tensor_ranks(ranks: Ranks) -> None:
+    layout = ranks.layout
+    if layout.tensor > 1 or layout.expert > 1:
+        raise ConfigError(
+            f"trainer.parallel: tensor = {layout.tensor} and expert = {layout.expert}, but the "
+            "tiny decoder has neither plans for them nor experts",
+            hints=[
+                "model.backend=transformers runs any architecture",
+                "trainer.parallel.shard=auto",
+            ],
+        )
 
 
 def shard_head(head: nn.Linear, config: TrainerConfig, ranks: Ranks) -> None:
@@ -215,7 +227,7 @@ def _fsdp_options(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> dic
     if config.dtype == "bfloat16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return {
-        "mesh": init_device_mesh(device, (ranks.size,)),
+        "mesh": ranks.fsdp_mesh,
         "mp_policy": precision,
         "offload_policy": offload,
     }

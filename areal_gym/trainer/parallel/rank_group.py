@@ -1,7 +1,7 @@
 """The ranks that train one policy together, seen from one of them.
 
-Every rank gets the whole batch and computes its share of the forward and backward passes. Ranks
-exchange small data here: metrics, and values per token known before the first update.
+Every rank gets the whole batch, and computes the forward and backward passes of its share of the
+rows. Ranks exchange small data here: metrics, and values per token known before the first update.
 `areal_gym.trainer.parallel.fsdp` exchanges weights and gradients.
 """
 
@@ -9,45 +9,101 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from areal_gym.config import Layout
+
+_ONE_RANK = Layout()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ranks:
-    """This process as one of `size` ranks; by default it is the only one.
+    """This process as one of `layout.num_ranks` ranks; by default it is the only one.
 
     With more than one, `torch.distributed` must be initialised, and every rank must call the same
-    methods in the same order.
+    methods, and read the same meshes and groups, in the same order. Ranks of one tensor group or
+    one context group are one data rank: they get the same rows.
     """
 
     rank: int = 0
-    size: int = 1
+    layout: Layout = _ONE_RANK
+    device_type: str = "cpu"
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.layout.num_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's part of a batch's rows."""
+        return self.rank // (self.layout.context * self.layout.tensor)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """The number of parts into which a batch's rows are divided."""
+        return self.layout.num_data_ranks
+
+    @property
+    def context_rank(self) -> int:
+        """The number of this rank's slice of its rows' tokens."""
+        return self.rank // self.layout.tensor % self.layout.context
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks, by dimensions that are named as the settings are."""
+        names = ("replicate", "shard", "context", "tensor")
+        sizes = tuple(getattr(self.layout, name) for name in names)
+        return init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
+
+    @cached_property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The ranks that FSDP2 shards over; of two dimensions, it replicates over the first."""
+        name = "shard"
+        if self.layout.context > 1:
+            name = "fsdp"
+            self.mesh["shard", "context"]._flatten(name)
+        return self.mesh[name] if self.layout.replicate == 1 else self.mesh["replicate", name]
+
+    @cached_property
+    def context_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks that divide the tokens of this rank's rows; None if it has them alone."""
+        return self.mesh["context"].get_group() if self.layout.context > 1 else None
+
+    @cached_property
+    def _data_group(self) -> torch.distributed.ProcessGroup | None:
+        """One rank of each data rank; None for all ranks."""
+        if self.num_data_ranks == self.size:
+            return None
+        return self.mesh["replicate", "shard"]._flatten("data").get_group()
 
     def share(self, members: Sequence[int], costs: Sequence[int]) -> list[int]:
-        """Return this rank's part of `members`; the costs of all parts are balanced.
+        """Return this data rank's part of `members`; the costs of all parts are balanced.
 
         Neighbours stay together: siblings are adjacent, and share their prompt.
         """
         ends = list(accumulate(costs))
         total = ends[-1] if ends else 0
-        low, high = (total * (self.rank + i) / self.size for i in (0, 1))
+        low, high = (total * (self.data_rank + i) / self.num_data_ranks for i in (0, 1))
         # A member belongs to the rank whose part contains its middle.
         middles = [end - cost / 2 for end, cost in zip(ends, costs, strict=True)]
         return [m for m, middle in zip(members, middles, strict=True) if low <= middle < high]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in the order of the ranks; values must be picklable."""
-        if self.size == 1:
+        """Return the value of every data rank, in order; values must be picklable."""
+        if self.num_data_ranks == 1:
             return [value]
-        gathered: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(gathered, value)
+        gathered: list[Any] = [None] * self.num_data_ranks
+        torch.distributed.all_gather_object(gathered, value, group=self._data_group)
         return gathered
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return sums over all ranks, whose keys may differ."""
+        """Return sums over all data ranks, whose keys may differ."""
         totals: dict[str, float] = {}
         for part in self.gather(dict(values)):
             for name, value in part.items():

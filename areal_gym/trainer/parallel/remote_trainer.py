@@ -178,7 +178,7 @@ class Serving:
             torch.distributed.init_process_group(
                 backend, init_method=recipe.meeting, rank=rank, world_size=config.num_ranks
             )
-            arguments["ranks"] = ranks = Ranks(rank, config.num_ranks)
+            arguments["ranks"] = ranks = Ranks(rank, config.layout, recipe.device)
         decoder = load_for_training(
             recipe.policy, config, ranks, device=recipe.device, loader=recipe.loader
         )

@@ -1,0 +1,121 @@
+"""How the ranks of a trainer share one model: the settings, and the layout they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from areal_gym.config.settings_model import Settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The sizes by which ranks are arranged: replicate x shard x context x tensor of them.
+
+    The last one varies fastest from rank to rank, so that ranks that exchange most are neighbours.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    """Ranks of one replica among which experts are divided; not a factor of `num_ranks`."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return self.replicate * self.shard * self.context * self.tensor
+
+    @property
+    def num_data_ranks(self) -> int:
+        """The number of parts into which a batch's rows are divided."""
+        return self.replicate * self.shard
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks that divide a replica's weights by FSDP2: context ranks do as well as shards."""
+        return self.shard * self.context
+
+    @property
+    def num_averaged(self) -> int:
+        """Ranks over whose gradients FSDP2 averages; each has a part of their sum."""
+        return self.replicate * self.fsdp_size
+
+
+class ParallelConfig(Settings):
+    """How `trainer.num_ranks` processes share a model: replicate x shard x context x tensor of
+    them (docs/parallelism.md)."""
+
+    replicate: int = Field(1, ge=1)
+    """Copies of the sharded model, whose gradients are summed once per update (HSDP): one for each
+    machine keeps the other traffic inside of machines."""
+    shard: int | Literal["auto"] = "auto"
+    """Ranks that divide weights, gradients and optimizer states, and the batch (FSDP2); "auto" is
+    what the other factors leave of num_ranks."""
+    tensor: int = Field(1, ge=1)
+    """Ranks that divide each layer's matrices, and compute the same rows together (tensor
+    parallelism)."""
+    expert: int = Field(1, ge=1)
+    """Ranks among which the experts of a mixture are divided: tokens travel to them (expert
+    parallelism); 1 gathers a layer's experts on each rank. A multiple of tensor that divides shard
+    x context x tensor."""
+    context: int = Field(1, ge=1)
+    """Ranks that divide the tokens of the same rows, for long contexts (Ulysses)."""
+
+    def layout(self, num_ranks: int) -> Layout:
+        """Return how so many ranks are arranged.
+
+        Raises:
+            ValueError: the sizes do not make up the ranks, or experts cannot be divided so.
+        """
+        others = self.replicate * self.context * self.tensor
+        product = "replicate x context x tensor"
+        if self.shard == "auto":
+            if num_ranks % others:
+                raise ValueError(
+                    f"trainer.parallel: {product} = {self.replicate} x {self.context} x "
+                    f"{self.tensor} = {others} does not divide trainer.num_ranks = {num_ranks}; "
+                    f"use trainer.num_ranks={max(1, num_ranks // others) * others}"
+                )
+            shard = num_ranks // others
+        else:
+            shard = self.shard
+            if shard < 1:
+                raise ValueError(f"trainer.parallel.shard = {shard} is less than 1; use auto")
+            if shard * others != num_ranks:
+                raise ValueError(
+                    f"trainer.parallel: {product} x shard = {self.replicate} x {self.context} x "
+                    f"{self.tensor} x {shard} = {shard * others}, but trainer.num_ranks = "
+                    f"{num_ranks}; use trainer.num_ranks={shard * others}, or "
+                    "trainer.parallel.shard=auto"
+                )
+        layout = Layout(
+            replicate=self.replicate,
+            shard=shard,
+            context=self.context,
+            tensor=self.tensor,
+            expert=self.expert,
+        )
+        _require_expert_groups(layout)
+        return layout
+
+
+def _require_expert_groups(layout: Layout) -> None:
+    if layout.expert == 1:
+        return
+    of_replica = layout.fsdp_size * layout.tensor
+    fitting = [
+        size
+        for size in range(layout.tensor, of_replica + 1, layout.tensor)
+        if of_replica % size == 0
+    ]
+    if layout.expert not in fitting:
+        raise ValueError(
+            f"trainer.parallel.expert = {layout.expert} must divide shard x context x tensor = "
+            f"{layout.shard} x {layout.context} x {layout.tensor} = {of_replica}, the ranks of one "
+            f"replica, and be a multiple of tensor = {layout.tensor}; use 1"
+            f"{', or one of ' + ', '.join(map(str, fitting)) if fitting != [1] else ''}"
+        )
