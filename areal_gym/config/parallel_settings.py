@@ -1,4 +1,4 @@
-"""How the ranks of a trainer share one model: the settings, and the layout they make."""
+"""Settings by which the ranks of a trainer share one model, and the layout that they make."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Layout:
 
 
 class ParallelConfig(Settings):
-    """How `trainer.num_ranks` processes share a model: replicate x shard x context x tensor of
-    them (docs/parallelism.md)."""
+    """The sizes by which `trainer.num_ranks` processes share a model: num_ranks is replicate x
+    shard x context x tensor (docs/parallelism.md)."""
 
     replicate: int = Field(1, ge=1)
     """Copies of the sharded model, whose gradients are summed once per update (HSDP): one for each

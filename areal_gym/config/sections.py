@@ -234,7 +234,7 @@ class TrainerConfig(Settings):
 
     @property
     def layout(self) -> Layout:
-        """How `num_ranks` ranks share the model."""
+        """The arrangement of `num_ranks` ranks."""
         return self.parallel.layout(self.num_ranks)
 
     @model_validator(mode="before")
