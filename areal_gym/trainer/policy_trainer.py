@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from areal_gym.trainer.parallel.fsdp import (
 )
 from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
+from areal_gym.trainer.weight_sync.rank_tasks import RankSide, RankTask, cast, cast_all
+
+_T = TypeVar("_T")
 
 _MAX_BAD_UPDATES = 3
 """Updates in a row without a finite loss and gradient after which training stops."""
@@ -56,15 +60,26 @@ class PolicyTrainer:
         self._device = next(decoder.parameters()).device
         self._files = StateFiles(ranks)
         self._num_bad = 0
+        self._kept: dict[str, Any] = {}
+        """What rank tasks leave here, such as the process group with the servers."""
         # A frozen policy is run by the same code: another one would round differently.
         self._loader = ModelLoader(
             backend="tiny" if isinstance(decoder, Decoder) else "transformers",
             trusts_code=decoder.trusts_code,
         )
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and tensors, an adapter merged; copy them before a step."""
-        return self.decoder.published(full)
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield Hugging Face names and tensors, an adapter merged; copy them before a step.
+
+        With `dtype`, floating-point ones are in that type: half the bytes are gathered in bfloat16.
+        """
+        if dtype is None or self.config.lora is not None:  # adapters are merged before rounding
+            return cast_all(self.decoder.published(full), dtype)
+        return self.decoder.published(lambda tensor: full(cast(tensor, dtype)))
+
+    def run_in_ranks(self, task: RankTask[_T]) -> _T:
+        """Run a task beside the weights; every rank must call this."""
+        return task(RankSide(self.weights, self._ranks, self._kept))
 
     def checkpoint_bytes(self) -> int:
         """Return about how many bytes a checkpoint takes: weights, and AdamW's two per weight."""

@@ -14,7 +14,8 @@ from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.trainer.weight_sync import make_weight_sync
 from areal_gym.trainer.weight_sync.base import update_session
-from areal_gym.trainer.weight_sync.tensor import buckets, encode_bucket
+from areal_gym.trainer.weight_sync.flat_buckets import flat_buckets
+from areal_gym.trainer.weight_sync.tensor import encoded
 from tests._support.sglang_suite import (
     PROMPT,
     TOLERANCE,
@@ -140,7 +141,7 @@ async def load_from(engine, directory, version):
 async def send_and_break_off(engine, bucket):
     async with engine.updating(2) as servers, update_session(servers) as alive:
         body = {
-            "serialized_named_tensors": [encode_bucket(bucket)],
+            "serialized_named_tensors": [b"".join(encoded(bucket)).decode()],
             "load_format": "flattened_bucket",
         }
         await alive[0].post("/update_weights_from_tensor", body, timeout_s=60)
@@ -168,7 +169,7 @@ def test_broken_transfer_is_never_sampled_with(server, policies, decoders, tmp_p
         async with engine_over(policies[0], server) as engine:
             disk = sync_of(engine, "disk", tmp_path / "weights")
             await disk.publish(decoders[0].state_dict().items(), 1)
-            first, *_ = buckets(decoders[1].state_dict().items(), 50_000)
+            first = next(flat_buckets(decoders[1].state_dict().items(), 50_000))
             with pytest.raises(EngineError, match="cut"):
                 await send_and_break_off(engine, first)
             # It holds neither 1 nor 2; before it serves again it gets version 1.

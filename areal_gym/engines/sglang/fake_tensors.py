@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
+import math
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,14 +86,36 @@ def unpacked(serialized: str, load_format: str | None) -> dict[str, Any]:
 
 
 def receive(
-    group: Any, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+    group: Any,
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    load_format: str | None,
 ) -> dict[str, Any]:
-    """Return tensors that rank 0 of a process group broadcasts."""
+    """Return tensors that rank 0 of a process group broadcasts: one by one, or in a flat bucket.
+
+    Raises:
+        ValueError: a tensor of a bucket does not begin at a multiple of its type's size.
+    """
     import torch
     import torch.distributed as dist
 
-    tensors = {}
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        dist.broadcast(tensors[name], src=0, group=group)
+    if load_format not in (None, "flattened_bucket"):
+        raise ValueError(f"Unknown load_format={load_format}")
+    types = [getattr(torch, dtype) for dtype in dtypes]
+    sizes = [math.prod(shape) * t.itemsize for shape, t in zip(shapes, types, strict=True)]
+    tensors: dict[str, Any] = {}
+    if load_format is None:
+        for name, dtype, shape in zip(names, types, shapes, strict=True):
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            dist.broadcast(tensors[name], src=0, group=group)
+        return tensors
+    *starts, num_bytes = itertools.accumulate(sizes, initial=0)
+    for name, start, dtype in zip(names, starts, types, strict=True):
+        if start % dtype.itemsize:
+            raise ValueError(f"Unaligned received tensor {name}: byte offset {start}")
+    flat = torch.empty(num_bytes, dtype=torch.uint8)
+    dist.broadcast(flat, src=0, group=group)
+    for name, part, dtype, shape in zip(names, flat.split(sizes), types, shapes, strict=True):
+        tensors[name] = part.view(dtype).reshape(shape)
     return tensors

@@ -54,6 +54,7 @@ class _Broadcast(_Group):
     names: list[Name]
     dtypes: list[str]
     shapes: list[list[Annotated[int, Field(ge=0, lt=2**40)]]]
+    load_format: str | None = None
     weight_version: Name | None = None
 
 
@@ -163,7 +164,8 @@ class FakeWeights(EngineServer):
             raise _RefusedError(f"Group {body.group_name} not in {list(self._groups)}.")
         failures = (AttributeError, RuntimeError, TypeError, ValueError)
         with _refusing("Failed to receive the tensors", *failures):
-            tensors = await asyncio.to_thread(receive, group, body.names, body.dtypes, body.shapes)
+            facts = (body.names, body.dtypes, body.shapes, body.load_format)
+            tensors = await asyncio.to_thread(receive, group, *facts)
         message = "Succeeded to update parameter online."
         return await self._load(tensors, body.weight_version, message)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,10 @@ from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.out_of_memory import out_of_memory
 from areal_gym.trainer.parallel.fsdp import load_for_training
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
+from areal_gym.trainer.weight_sync.rank_tasks import RankTask
 from areal_gym.types import Group, Task
 
+_T = TypeVar("_T")
 _PART_BYTES = 16_000_000
 """How many bytes of weights, at least, ranks send in one answer; one tensor may be larger."""
 
@@ -75,6 +77,11 @@ class RemoteTrainer(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield Hugging Face names and tensors; none may be asked for after the next step."""
         return self._received("weights")
+
+    def run_in_ranks(self, task: RankTask[_T]) -> _T:
+        """Run a picklable task in every rank, beside the weights; return the first one's result."""
+        result: _T = self._ask("run_in_ranks", task)
+        return result
 
     def adapter(self) -> dict[str, Tensor]:
         """Return peft's names and the adapter's tensors."""

@@ -7,18 +7,19 @@ when the engine samples with them; the engine itself checks the version of each 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+
+import torch
 
 from areal_gym.config import LoraConfig, PluginConfig
 from areal_gym.engines.base import Engine, LocalEngine, RemoteEngine, WeightServer
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.plugins import registry
 from areal_gym.trainer.base import AdapterWeightSync, GroupTrainer, Weights, WeightSync
+from areal_gym.trainer.weight_sync.rank_tasks import TrainerWeights
 
-_T = TypeVar("_T")
 _CONTROL_S = 120.0
 BROKEN_WEIGHTS = "broken"
 """The version that a server reports after a partial transfer, so that it does not serve."""
@@ -26,7 +27,7 @@ BROKEN_WEIGHTS = "broken"
 
 def weights_for(weight_sync: WeightSync, trainer: GroupTrainer) -> Weights:
     """Return what this weight sync publishes: the trainer's weights, or its adapter."""
-    return _adapter_of(trainer) if takes_adapter(weight_sync) else trainer.weights()
+    return _adapter_of(trainer) if takes_adapter(weight_sync) else TrainerWeights(trainer)
 
 
 def takes_adapter(weight_sync: WeightSync) -> bool:
@@ -131,25 +132,18 @@ async def update_session(servers: Sequence[WeightServer]) -> AsyncIterator[list[
     await on_all(alive, lambda server: post(server, "/end_weight_update"))
 
 
-class FetchedParts(Generic[_T]):
-    """Parts of weights, each with fields of its request; only the last sets the new version.
+def sent_type(name: str | None) -> torch.dtype | None:
+    """Return the type that weights are sent in; None is their own.
 
-    A thread fetches them, each before the one in front of it is handed out.
+    Raises:
+        ConfigError: torch has no floating-point type of that name.
     """
-
-    def __init__(self, parts: Iterator[_T], version: int) -> None:
-        self.next: _T | None = None
-        """The part that is handed out next."""
-        self._parts = parts
-        self._version = version
-
-    async def fetch(self) -> None:
-        """Fetch the next part; called once before servers are interrupted, which need not wait."""
-        self.next = await asyncio.to_thread(next, self._parts, None)
-
-    async def __aiter__(self) -> AsyncIterator[tuple[_T, dict[str, Any]]]:
-        while (part := self.next) is not None:
-            await self.fetch()
-            is_last = self.next is None
-            version = {"weight_version": str(self._version)} if is_last else {}
-            yield part, {"flush_cache": is_last, **version}
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(
+            f"trainer.weight_sync.kwargs.dtype = {name!r} is not a floating-point type of torch",
+            hints=["available: bfloat16, float16, float32"],
+        )
+    return dtype

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import socket
-import uuid
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from areal_gym.engines.base import Engine, WeightServer
 from areal_gym.errors import EngineError
-from areal_gym.models.process_groups import join_group
 from areal_gym.trainer.base import Weights
-from areal_gym.trainer.weight_sync.base import FetchedParts, on_all, require_remote, update_session
-from areal_gym.trainer.weight_sync.tensor import buckets
+from areal_gym.trainer.weight_sync.base import (
+    BROKEN_WEIGHTS,
+    on_all,
+    require_remote,
+    sent_type,
+    update_session,
+)
+from areal_gym.trainer.weight_sync.broadcasting import (
+    Broadcast,
+    BroadcastOptions,
+    OldGroupError,
+    leave_group,
+)
+from areal_gym.trainer.weight_sync.rank_tasks import run_task
 
-_names = itertools.count()
+_QUICK_S = 30.0
 
 
 class DistributedWeightSync:
-    """Broadcasts weights from the trainer, rank 0 of a group, to all ranks of all servers.
+    """Broadcasts weights from rank 0 of the trainer to all workers of all servers.
 
-    The group is made at the first publication, and again when the servers change.
+    The group is made at the first publication, and again when a server comes, goes or restarts.
+    Rank 0 holds two buckets: one is on its way while the next is gathered.
 
     Args:
         engine: an engine with servers.
         directory: unused.
-        backend: by default "nccl" if the weights are on CUDA, otherwise "gloo".
-        host: the address of this machine that the servers reach.
+        backend: by default torch's for the device of the weights: "nccl" on CUDA, "gloo" on CPUs.
+        host: the address of rank 0 that the servers reach; by default that of the network
+            interface on the way to them.
         bucket_mb: the size of the parts that a server receives and loads, in 10^6 bytes.
         dtype: the type that is sent ("bfloat16" halves it); that of the weights by default.
         timeout_s: a server that does not take part by then has failed.
@@ -45,129 +52,68 @@ class DistributedWeightSync:
         *,
         directory: Path | None = None,
         backend: str | None = None,
-        host: str = "127.0.0.1",
-        bucket_mb: float = 512,
+        host: str | None = None,
+        bucket_mb: float = 1000,
         dtype: str | None = None,
         timeout_s: float = 120.0,
     ) -> None:
         self._engine = require_remote(engine, "distributed")
-        self._backend = backend
-        self._host = host
-        self._bucket_bytes = int(bucket_mb * 1e6)
-        self._dtype = None if dtype is None else getattr(torch, dtype)
-        self._timeout_s = timeout_s
-        self._group: Any = None
-        self._group_name = ""
-        self._servers: list[WeightServer] = []
+        self._options = BroadcastOptions(
+            backend=backend,
+            host=host,
+            bucket_bytes=int(bucket_mb * 1e6),
+            dtype=sent_type(dtype),
+            timeout_s=timeout_s,
+        )
+        self._kept: dict[str, Any] = {}
+        self._weights: Weights | None = None
 
     async def publish(self, weights: Weights, version: int) -> None:
         """Interrupt generation, broadcast in the announced order, resume.
 
+        When a server is lost meanwhile, a new group is made with those that still answer, and all
+        is sent again: nobody knows what of it has arrived.
+
         Raises:
             EngineError: no server took the weights.
         """
-        parts = FetchedParts(buckets(weights, self._bucket_bytes, self._dtype), version)
-        await parts.fetch()
-        is_on_gpu = parts.next is not None and parts.next[0][1].is_cuda
-        backend = self._backend or ("nccl" if is_on_gpu else "gloo")
-        async with self._engine.updating(version) as servers, update_session(servers) as alive:
-            if [server.url for server in alive] != [server.url for server in self._servers]:
-                await self.aclose()
-                await self._join(alive, backend)
-            try:
-                async for part, fields in parts:
-                    await self._send(alive, part, fields)
-            except Exception:
-                # Some servers may have a part: the next publication makes a new group.
-                self._servers = []
-                raise
+        self._weights = weights
+        async with self._engine.updating(version) as servers:
+            left = list(servers)
+            while left:
+                try:
+                    return await self._publish_to(left, weights, version)
+                except EngineError as error:
+                    answering = await _answering(left)
+                    if len(answering) == len(left) and not isinstance(error, OldGroupError):
+                        raise
+                    if not answering:
+                        raise
+                    left = answering
+
+    async def _publish_to(
+        self, servers: Sequence[WeightServer], weights: Weights, version: int
+    ) -> None:
+        async with update_session(servers) as alive:
+            urls = tuple(server.url for server in alive)
+            task = Broadcast(urls, version, self._options)
+            await asyncio.to_thread(run_task, weights, task, self._kept)
 
     async def aclose(self) -> None:
         """Leave the group, also on the servers."""
-        group, self._group = self._group, None
-        members, self._servers = self._servers, []
-        if group is None:
-            return
-        body = {"group_name": self._group_name}
-        await asyncio.gather(
-            *(s.post("/destroy_weights_update_group", body, timeout_s=30) for s in members),
-            return_exceptions=True,  # a server that has died has left, too
-        )
-        await asyncio.to_thread(dist.destroy_process_group, group)
-
-    async def _join(self, servers: Sequence[WeightServer], backend: str) -> None:
-        port = _free_port(self._host)
-        self._group_name = f"areal-gym-{uuid.uuid4().hex[:8]}-{next(_names)}"
-        *offsets, world_size = itertools.accumulate((s.num_ranks for s in servers), initial=1)
-
-        async def join(server: WeightServer, offset: int) -> None:
-            body = {
-                "master_address": self._host,
-                "master_port": port,
-                "rank_offset": offset,
-                "world_size": world_size,
-                "group_name": self._group_name,
-                "backend": backend,
-            }
-            await server.post("/init_weights_update_group", body, timeout_s=self._timeout_s)
-
-        async def join_ourselves() -> None:
-            self._group = await asyncio.to_thread(
-                join_group,
-                self._host,
-                port,
-                rank=0,
-                world_size=world_size,
-                name=self._group_name,
-                backend=backend,
-                timeout_s=self._timeout_s,
-            )
-
-        for failure in await asyncio.gather(
-            join_ourselves(), *map(join, servers, offsets), return_exceptions=True
-        ):
-            if isinstance(failure, BaseException):
-                raise EngineError(
-                    f"no process group with the servers: {failure}",
-                    hints=[
-                        "the servers must reach this machine: trainer.weight_sync.kwargs.host=...",
-                        "weights travel without a group with trainer.weight_sync=disk or tensor",
-                    ],
-                ) from failure
-        self._servers = list(servers)
-
-    async def _send(
-        self,
-        servers: Sequence[WeightServer],
-        part: list[tuple[str, Tensor]],
-        fields: dict[str, Any],
-    ) -> None:
-        body: dict[str, Any] = {
-            "names": [name for name, _ in part],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
-            "shapes": [list(tensor.shape) for _, tensor in part],
-            "group_name": self._group_name,
-            **fields,
-        }
-
-        async def receive(server: WeightServer) -> None:
-            route = "/update_weights_from_distributed"
-            await server.post(route, body, timeout_s=self._timeout_s)
-
-        await asyncio.gather(
-            on_all(servers, receive), asyncio.to_thread(_broadcast, self._group, part)
-        )
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            # Ranks that have died have left, too.
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(run_task, weights, leave_group, self._kept)
 
 
-def _broadcast(group: Any, part: list[tuple[str, Tensor]]) -> None:
+async def _answering(servers: Sequence[WeightServer]) -> list[WeightServer]:
+    """Return the servers that still answer; what they have loaded must not be sampled with."""
+    body = {"new_version": BROKEN_WEIGHTS, "abort_all_requests": False}
     try:
-        for _, tensor in part:
-            dist.broadcast(tensor.contiguous(), src=0, group=group)
-    except RuntimeError as error:
-        raise EngineError(f"the broadcast of the weights failed: {error}") from error
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+        return await on_all(
+            servers, lambda s: s.post("/update_weight_version", body, timeout_s=_QUICK_S)
+        )
+    except EngineError:
+        return []

@@ -5,33 +5,41 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import pickle
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from areal_gym.engines.base import Engine, WeightServer
+from areal_gym.errors import EngineError
 from areal_gym.trainer.base import Weights
-from areal_gym.trainer.weight_sync.base import FetchedParts, on_all, require_remote, update_session
+from areal_gym.trainer.weight_sync.base import require_remote, sent_type, update_session
+from areal_gym.trainer.weight_sync.flat_buckets import FlatBucket, flat_buckets
+from areal_gym.trainer.weight_sync.rank_posts import Body, on_each, request
+from areal_gym.trainer.weight_sync.rank_tasks import OneAhead, RankSide, run_task
 
 _TRANSFER_S = 600.0
+_PIECE_BYTES = 3 * 2**18
+"""Encoded at a time: base64 holds Python's lock, and other threads wait. Divisible by 3."""
 
 
 class TensorWeightSync:
     """Sends tensors in buckets of limited size, one request each (SGLang's `flattened_bucket`).
 
-    Tensors are sent by value: SGLang's alternative, handles of shared memory, crashes a server that
-    is not a child of this process.
+    Rank 0 of the trainer sends them, by value: SGLang's alternative, handles of shared memory,
+    crashes a server that is not a child of the sender. A bucket is encoded once. On the wire it is
+    repeated for each tensor-parallel worker of a server, of which each reads its own copy only:
+    with many, `delta` or `distributed` send less.
 
     Args:
         engine: an engine with servers.
         directory: not used.
-        bucket_mb: the size of a bucket, in 10^6 bytes; about three copies are in memory.
+        bucket_mb: the size of a bucket, in 10^6 bytes; about four copies are in memory.
         dtype: the type that is sent ("bfloat16" halves it); that of the weights by default.
     """
 
@@ -40,12 +48,13 @@ class TensorWeightSync:
         engine: Engine,
         *,
         directory: Path | None = None,
-        bucket_mb: float = 512,
+        bucket_mb: float = 100,
         dtype: str | None = None,
     ) -> None:
         self._engine = require_remote(engine, "tensor")
         self._bucket_bytes = int(bucket_mb * 1e6)
-        self._dtype = None if dtype is None else getattr(torch, dtype)
+        self._dtype = sent_type(dtype)
+        self._kept: dict[str, Any] = {}
 
     async def publish(self, weights: Weights, version: int) -> None:
         """Interrupt generation, send bucket by bucket to all servers at once, resume.
@@ -53,64 +62,83 @@ class TensorWeightSync:
         Raises:
             EngineError: no server took the weights.
         """
-        parts = FetchedParts(buckets(weights, self._bucket_bytes, self._dtype), version)
-        await parts.fetch()
         async with self._engine.updating(version) as servers, update_session(servers) as alive:
-            async for part, fields in parts:
-                payload = await asyncio.to_thread(encode_bucket, part)
-                alive[:] = await on_all(alive, partial(_send, payload, fields))
+            task = _Post(_sizes(alive), version, self._bucket_bytes, self._dtype)
+            failed = await asyncio.to_thread(run_task, weights, task, self._kept)
+            alive[:] = [server for server in alive if server.url not in failed]
 
     async def aclose(self) -> None:
         """Do nothing: nothing is held."""
 
 
-async def _send(payload: str, fields: dict[str, Any], server: WeightServer) -> None:
-    body = {
-        "serialized_named_tensors": [payload] * server.num_ranks,
-        "load_format": "flattened_bucket",
-        **fields,
-    }
-    await server.post("/update_weights_from_tensor", body, timeout_s=_TRANSFER_S)
+def _sizes(servers: list[WeightServer]) -> dict[str, int]:
+    return {server.url: server.num_ranks for server in servers}
 
 
-def buckets(
-    weights: Weights, max_bytes: int, dtype: torch.dtype | None = None
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the weights in order, in parts of at most `max_bytes`; a larger tensor is its own part.
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """The rank task that sends the weights; returns the servers that failed.
 
-    Nothing is copied, so the tensors must not change before the parts are used up.
+    Raises:
+        EngineError: all servers failed; this is the first one's error.
     """
-    part: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        tensor = tensor.detach().to(dtype=dtype or tensor.dtype)
-        num_bytes = tensor.numel() * tensor.element_size()
-        if part and size + num_bytes > max_bytes:
-            yield part
-            part, size = [], 0
-        part.append((name, tensor))
-        size += num_bytes
-    if part:
-        yield part
+
+    num_workers: dict[str, int]
+    """Tensor-parallel workers by server."""
+    version: int
+    bucket_bytes: int
+    dtype: torch.dtype | None
+
+    def __call__(self, side: RankSide) -> list[str]:
+        """Gather in every rank, and send from the first."""
+        failures: dict[str, EngineError] = {}
+        error = None
+        if side.ranks.rank:
+            for _ in side.weights(self.dtype):
+                pass  # gathered with the others
+        else:
+            sending = OneAhead()
+            for bucket in flat_buckets(side.weights(self.dtype), self.bucket_bytes):
+                sending.run(self._send, bucket, failures)
+            error = sending.close()
+        side.agree(error)
+        return list(failures)
+
+    def _send(self, bucket: FlatBucket, failures: dict[str, EngineError]) -> None:
+        fields = {"load_format": "flattened_bucket", "flush_cache": bucket.is_last}
+        version = {"weight_version": str(self.version)} if bucket.is_last else {}
+        payload = [b'"', *encoded(bucket), b'"']
+
+        def send(url: str) -> None:
+            again = [b",", *payload] * (self.num_workers[url] - 1)
+            head = b'{"serialized_named_tensors": ['
+            tail = b"], " + json.dumps({**fields, **version}).encode()[1:]
+            body = Body([head, *payload, *again, tail])
+            request("POST", url, "/update_weights_from_tensor", body, timeout_s=_TRANSFER_S)
+
+        _, failed = on_each((url for url in self.num_workers if url not in failures), send)
+        failures.update(failed)
+        if len(failures) == len(self.num_workers):
+            raise next(iter(failures.values()))
 
 
-def encode_bucket(part: Sequence[tuple[str, Tensor]]) -> str:
-    """Return SGLang's flattened bucket, pickled and in base64.
+def encoded(bucket: FlatBucket) -> Iterator[bytes]:
+    """Yield the pieces of a bucket as SGLang reads it: pickled and in base64.
 
     SGLang reads the metadata by attribute only, so they need not be of its own class, which the
     trainer does not have; plain namespaces pass its unpickler.
     """
     metadata = []
-    flat: list[Tensor] = []
     start = 0
-    for name, tensor in part:
-        raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
-        end = start + raw.numel()
-        facts = {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "numel": raw.numel()}
+    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        end = start + shape.numel() * dtype.itemsize
+        facts = {"name": name, "shape": shape, "dtype": dtype, "numel": end - start}
         metadata.append(SimpleNamespace(**facts, start_idx=start, end_idx=end))
-        flat.append(raw)
         start = end
-    bucket = {"flattened_tensor": torch.cat(flat), "metadata": metadata}
     stream = io.BytesIO()
-    pickle.dump(bucket, stream, protocol=pickle.HIGHEST_PROTOCOL)
-    return base64.b64encode(stream.getbuffer()).decode("ascii")
+    # A view would be pickled with all of the buffer that it is a part of.
+    content = {"flattened_tensor": bucket.flat.cpu().clone(), "metadata": metadata}
+    pickle.dump(content, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    with stream.getbuffer() as raw:
+        for begin in range(0, len(raw), _PIECE_BYTES):
+            yield base64.b64encode(raw[begin : begin + _PIECE_BYTES])

@@ -1,0 +1,263 @@
+"""The ranks' side of a broadcast: rank 0 is the first of a group with the servers' workers.
+
+    rank 0 of the trainer  --flat bucket--> workers of server 1, workers of server 2, ...
+    the other ranks gather with it; the process that drives the run opens and closes the update
+
+The requests are SGLang's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from areal_gym.errors import EngineError
+from areal_gym.models.process_groups import join_group
+from areal_gym.trainer.weight_sync.flat_buckets import FlatBucket, flat_buckets
+from areal_gym.trainer.weight_sync.rank_posts import Body, on_each, own_address, request
+from areal_gym.trainer.weight_sync.rank_tasks import OneAhead, RankSide
+
+_KEPT = "weight_sync.group"
+_QUICK_S = 30.0
+
+
+class OldGroupError(EngineError):
+    """A broadcast failed in a group of an earlier publication; a new group may do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BroadcastOptions:
+    """The arguments of `DistributedWeightSync`."""
+
+    backend: str | None
+    host: str | None
+    bucket_bytes: int
+    dtype: torch.dtype | None
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """The rank task that brings the weights to the servers.
+
+    Raises:
+        EngineError: a server did not join or receive; the group is left then.
+    """
+
+    urls: tuple[str, ...]
+    version: int
+    options: BroadcastOptions
+
+    def __call__(self, side: RankSide) -> None:
+        """Gather in every rank, and send from the first."""
+        options = self.options
+        if side.ranks.rank:
+            for _ in side.weights(options.dtype):
+                pass  # gathered with the others
+            return side.agree(None)
+        sending = OneAhead()
+        was_kept = _KEPT in side.kept
+        for bucket in flat_buckets(side.weights(options.dtype), options.bucket_bytes):
+            sending.run(self._send, bucket, side.kept)
+        error = sending.close()
+        if error is not None:
+            leave_group(side)
+            if was_kept and isinstance(error, EngineError):
+                error = OldGroupError(error.message, hints=error.hints)
+        side.agree(error)
+
+    def _send(self, bucket: FlatBucket, kept: dict[str, Any]) -> None:
+        group: _Group | None = kept.get(_KEPT)
+        if group is not None and group.urls != self.urls:
+            group.leave()
+            group = None
+        if group is None:
+            group = kept[_KEPT] = _Group.form(self.urls, self.options, bucket.flat.device)
+        group.send(bucket, self.version)
+
+
+def leave_group(side: RankSide) -> None:
+    """Leave the group of earlier publications, also on the servers: a rank task."""
+    group: _Group | None = side.kept.pop(_KEPT, None)
+    if group is not None:
+        group.leave()
+
+
+@dataclass(slots=True)
+class _Group:
+    """The process group of rank 0 and all workers of the servers."""
+
+    urls: tuple[str, ...]
+    name: str
+    group: Any
+    device: torch.device
+    timeout_s: float
+
+    @staticmethod
+    def form(urls: tuple[str, ...], options: BroadcastOptions, device: torch.device) -> _Group:
+        """Make the group, together with the servers.
+
+        Raises:
+            EngineError: says which ranks are missing, the address, and how long they had.
+        """
+        backend = options.backend or dist.get_default_backend_for_device(device)
+        host = options.host or own_address(urls[0])
+        timeout_s = options.timeout_s
+        sizes, failures = on_each(urls, _num_workers)
+        for failure in failures.values():
+            raise failure
+        *offsets, world_size = itertools.accumulate((sizes[url] for url in urls), initial=1)
+        name, port = f"areal-gym-{uuid.uuid4().hex}", _free_port(host)
+
+        def join() -> Any:
+            return join_group(
+                *(host, port),
+                rank=0,
+                world_size=world_size,
+                name=name,
+                backend=backend,
+                timeout_s=timeout_s,
+            )
+
+        def invite(url: str, offset: int) -> Any:
+            body = {
+                "master_address": host,
+                "master_port": port,
+                "rank_offset": offset,
+                "world_size": world_size,
+                "group_name": name,
+                "backend": backend,
+            }
+            route = "/init_weights_update_group"
+            request("POST", url, route, Body.of_json(body), timeout_s=timeout_s)
+
+        members: dict[str, Callable[[], Any]] = {f"rank 0 (trainer, {socket.gethostname()})": join}
+        for url, offset in zip(urls, offsets, strict=True):
+            last = offset + sizes[url] - 1
+            ranks = f"rank {offset}" if last == offset else f"ranks {offset} to {last}"
+            members[f"{ranks} ({url})"] = lambda url=url, offset=offset: invite(url, offset)
+        where = f"{backend} group of {world_size} ranks at {host}:{port}"
+        group = _together(members, where, timeout_s)[0]
+        on = torch.device("cpu") if backend == "gloo" else device
+        return _Group(urls, name, group, on, timeout_s)
+
+    def send(self, bucket: FlatBucket, version: int) -> None:
+        """Broadcast one bucket; return when every server has loaded it."""
+        body: dict[str, Any] = bucket.facts() | {"group_name": self.name}
+        body["flush_cache"] = bucket.is_last
+        if bucket.is_last:
+            body["weight_version"] = str(version)
+        content = Body.of_json(body)
+
+        def receive(url: str) -> None:
+            route = "/update_weights_from_distributed"
+            request("POST", url, route, content, timeout_s=self.timeout_s)
+
+        def broadcast() -> None:
+            try:
+                dist.broadcast(bucket.flat.to(self.device), src=0, group=self.group)
+            except RuntimeError as error:
+                raise EngineError(f"the broadcast of the weights failed: {error}") from error
+
+        with ThreadPoolExecutor(1 + len(self.urls)) as threads:
+            parts: list[Future[None]] = [threads.submit(receive, url) for url in self.urls]
+            parts.append(threads.submit(broadcast))
+            done, _ = wait(parts, return_when=FIRST_EXCEPTION)
+            failed = [part for part in done if part.exception() is not None]
+            if failed and self.device.type != "cpu":
+                # gloo ends by its own timeout, or when a connection breaks.
+                self.group._get_backend(self.device).abort()
+        for part in parts:
+            part.result()
+
+    def leave(self) -> None:
+        """Leave the group, also on the servers."""
+        group, self.group = self.group, None
+        dist.destroy_process_group(group)
+        content = Body.of_json({"group_name": self.name})
+        route = "/destroy_weights_update_group"
+        # A server that has died has left, too.
+        on_each(self.urls, lambda url: request("POST", url, route, content, timeout_s=_QUICK_S))
+
+
+def _num_workers(url: str) -> int:
+    """Return how many processes of a server take part: it may have restarted with others.
+
+    Raises:
+        EngineError: the server's layers are spread over processes, which SGLang gives no weights.
+    """
+    info = request("GET", url, "/server_info", timeout_s=_QUICK_S)
+    facts = (info.get("internal_states") or [info])[0]
+    if int(facts.get("pp_size") or 1) > 1:
+        raise EngineError(
+            f"{url} runs {facts['pp_size']} pipeline stages, whose workers a broadcast does not "
+            "reach one by one",
+            hints=["trainer.weight_sync=disk"],
+        )
+    return int(facts.get("tp_size") or 1)
+
+
+def _together(members: dict[str, Callable[[], Any]], where: str, timeout_s: float) -> list[Any]:
+    """Return what all members' joining returns; give up when the first one fails.
+
+    The others are left to their own timeouts, in threads that nothing waits for.
+    """
+    results: dict[str, Any] = {}
+    ended: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+
+    def join(name: str, act: Callable[[], Any]) -> None:
+        try:
+            ended.put((name, act()))
+        except Exception as error:
+            ended.put((name, error))
+
+    for name, act in members.items():
+        threading.Thread(target=join, args=(name, act), daemon=True).start()
+    try:
+        while len(results) < len(members):
+            name, result = ended.get(timeout=timeout_s + _QUICK_S)
+            results[name] = result
+            if isinstance(result, Exception):
+                raise _not_formed(where, timeout_s, f"{name}: {result}", members, results)
+    except Empty:
+        raise _not_formed(where, timeout_s, "no answer", members, results) from None
+    return [results[name] for name in members]
+
+
+def _not_formed(
+    where: str, timeout_s: float, reason: str, members: dict[str, Any], results: dict[str, Any]
+) -> EngineError:
+    missing = [name for name in members if name not in results]
+    waited = f"; not joined by then: {', '.join(missing)}" if missing else ""
+    return EngineError(
+        f"no process group with the servers: the {where} did not form within {timeout_s:g} s: "
+        f"{reason}{waited}",
+        hints=[
+            "the servers must reach this address: trainer.weight_sync.kwargs.host=...",
+            "servers that need longer: trainer.weight_sync.kwargs.timeout_s=...",
+            "weights travel without a group with trainer.weight_sync=disk, tensor or delta",
+        ],
+    )
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise EngineError(
+                f"rank 0 of the trainer, on {socket.gethostname()}, has no address {host}: "
+                f"{error.strerror or error}",
+                hints=["trainer.weight_sync.kwargs.host=ADDRESS, or leave it out"],
+            ) from error
+        return int(probe.getsockname()[1])
