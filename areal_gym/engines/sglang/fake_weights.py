@@ -280,7 +280,7 @@ class FakeWeights(EngineServer):
         await self.engine.publish(tensors.items(), self._num_published)
 
     async def _load(self, tensors: dict[str, Any], version: str | None, message: str) -> _Answer:
-        complete = {**self._weights, **tensors}
+        complete = {**await asyncio.to_thread(self._base), **tensors}
         failures = (EngineError, AttributeError, RuntimeError, TypeError, ValueError)
         async with self.quiet():
             with _refusing("Failed to update weights", *failures):

@@ -87,7 +87,8 @@ class DistributedWeightSync:
                     answering = await _answering(left)
                     if len(answering) == len(left) and not isinstance(error, OldGroupError):
                         raise
-                    if not answering:
+                    # An iterator that is used up has nothing for a second time.
+                    if not answering or iter(weights) is weights:
                         raise
                     left = answering
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from areal_gym.errors import TrainError
 from areal_gym.trainer.weight_sync.rank_tasks import cast
 
 if TYPE_CHECKING:
@@ -46,9 +47,12 @@ def flat_buckets(
 ) -> Iterator[FlatBucket]:
     """Yield the weights in order, in buckets of at most `max_bytes`; a larger tensor has its own.
 
-    Two buffers take turns: one bucket may be on its way while the next is filled, and must have been
-    sent before the next but one is asked for. A tensor begins at a multiple of its type's size, as
-    receivers demand, or else in the next bucket.
+    Two buffers take turns: one bucket may be on its way while the next is filled, and must have
+    been sent before the next but one is asked for. A tensor begins at a multiple of its type's
+    size, as receivers demand, or else in the next bucket.
+
+    Raises:
+        TrainError: there are no weights.
     """
     buffers: dict[int, Tensor] = {}
     bucket, end, num_yielded = FlatBucket(), 0, 0
@@ -68,5 +72,7 @@ def flat_buckets(
         buffer[end : end + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         end += size
         bucket.flat = buffer[:end]
+    if not bucket.names:
+        raise TrainError("the trainer has no weights to publish")
     bucket.is_last = True
     yield bucket

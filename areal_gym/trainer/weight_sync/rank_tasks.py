@@ -1,7 +1,7 @@
 """Publication where the weights are: a task that every rank of the trainer runs.
 
-    weight sync --RankTask--> RemoteTrainer --pipe, or Ray--> Serving.call --> task(side) in each rank
-                          \\-> a trainer in this process --------------------> task(side)
+    weight sync --RankTask--> RemoteTrainer --pipe, or Ray--> task(side) in each rank
+                          or  a trainer in this process ----> task(side)
 
 A task walks through the weights, which all ranks gather together, one tensor at a time. The
 weights themselves never pass through the process that drives the run.

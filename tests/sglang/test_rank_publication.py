@@ -1,0 +1,157 @@
+"""The trainer's ranks publish themselves: what servers get, and what happens to lost servers."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import torch
+from conftest import running_server
+
+from areal_gym.config import PluginConfig, TrainerConfig
+from areal_gym.engines.sglang.fake_tensors import read_weights
+from areal_gym.engines.sglang.server_client import RefusedError, ServerClient
+from areal_gym.errors import EngineError
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, weight_files
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.parallel.worker import ProcessTrainer
+from areal_gym.trainer.trainer import Trainer
+from areal_gym.trainer.weight_sync import make_weight_sync
+from areal_gym.trainer.weight_sync.disk import WriteFiles
+from areal_gym.trainer.weight_sync.rank_tasks import TrainerWeights
+from tests._support.sglang_suite import ask, engine_over
+from tests._support.tiny_training import batch
+
+CHANNELS = [
+    ("disk", {"file_mb": 0.05}),
+    ("tensor", {"bucket_mb": 0.05}),
+    ("distributed", {"bucket_mb": 0.05}),
+]
+
+
+def sync_of(engine, id, directory, **kwargs):
+    return make_weight_sync(engine, PluginConfig(id=id, kwargs=kwargs), directory=directory)
+
+
+async def checksums(url):
+    server = ServerClient(url)
+    try:
+        answer = await server.post("/weights_checker", {"action": "checksum"}, timeout_s=60)
+        return answer["ranks"][0]["checksums"]
+    except RefusedError as error:
+        if "CUDA" in str(error):  # 0.5.19 computes them on GPUs only
+            return None
+        raise
+    finally:
+        await server.aclose()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(policies):
+    trainer = ProcessTrainer(
+        Trainer,
+        policies[0],
+        TrainerConfig(lr=1e-2, num_ranks=2),
+        advantage=grpo,
+        loss=ppo_clip,
+    )
+    yield trainer
+    trainer.close()
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(("id", "kwargs"), CHANNELS)
+def test_ranks_publish_bit_for_bit_what_one_process_publishes(
+    server, policies, two_ranks, tmp_path, id, kwargs, dtype
+):
+    def collected():  # the process that drives the run must not hold the weights
+        raise AssertionError("the weights came to this process")
+
+    async def play():
+        async with engine_over(policies[0], server) as engine:
+            plain = sync_of(engine, "disk", tmp_path / "plain", dtype=dtype)
+            sync = sync_of(engine, id, tmp_path / "weights", dtype=dtype, **kwargs)
+            for version in (1, 3):
+                two_ranks.step(batch(version), version)
+                await plain.publish(dict(two_ranks.weights()).items(), version)
+                expected = await checksums(server)
+                await plain.publish(load_checkpoint(policies[1]).state_dict().items(), version)
+                assert expected is None or expected != await checksums(server)
+                weights, two_ranks.weights = two_ranks.weights, collected
+                try:
+                    await sync.publish(TrainerWeights(two_ranks), version + 1)
+                finally:
+                    two_ranks.weights = weights
+                assert set((await ask(engine)).versions) == {version + 1}
+                assert await checksums(server) == expected
+            await sync.aclose()
+            await plain.aclose()
+
+    asyncio.run(play())
+
+
+def test_files_are_divided_among_the_ranks(policies, two_ranks, tmp_path):
+    two_ranks.run_in_ranks(WriteFiles(tmp_path / "written", torch.bfloat16, 50_000))
+    assert len(weight_files(tmp_path / "written")) > 2
+    written, expected = read_weights(tmp_path / "written"), dict(two_ranks.weights())
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(written[name], tensor.bfloat16())
+    assert [path.name for path in tmp_path.iterdir()] == ["written"]
+
+
+@pytest.mark.parametrize("id", ["tensor", "distributed"])
+def test_server_lost_during_a_transfer_does_not_stop_the_others(
+    kind, server, policies, tmp_path, id
+):
+    weights = load_checkpoint(policies[1]).state_dict()
+
+    class Killing:
+        """Weights that are gathered twice; the first time, a server dies half-way."""
+
+        def __iter__(self):
+            for number, item in enumerate(weights.items()):
+                if number == len(weights) // 2 and process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                yield item
+
+    async def play(other, log):
+        async with engine_over(policies[0], server, other) as engine:
+            sync = sync_of(engine, id, tmp_path / "weights", bucket_mb=0.02)
+            await sync.publish(weights.items(), 1)
+            assert len([state for state in engine.servers if state.is_serving]) == 2
+            await sync.publish(Killing(), 2)
+            assert [s.client.url for s in engine.servers if s.is_serving] == [server]
+            assert set((await ask(engine)).versions) == {2}
+            port = int(other.rpartition(":")[2])
+            with running_server(kind, policies[0], log, port=port):
+                async with asyncio.timeout(60):  # it is back, with other weights
+                    while not engine.servers[1].is_outdated:
+                        await asyncio.sleep(0.05)
+                await sync.publish(weights.items(), 3)
+                assert len([state for state in engine.servers if state.is_serving]) == 2
+                assert await checksums(server) == await checksums(other)
+                await sync.aclose()
+
+    with running_server(kind, policies[0], tmp_path / "other.log") as (url, process):
+        asyncio.run(play(url, tmp_path / "again.log"))
+
+
+def test_group_that_does_not_form_is_described(server, policies, two_ranks, tmp_path):
+    async def play():
+        async with engine_over(policies[0], server) as engine:
+            sync = sync_of(engine, "distributed", tmp_path, timeout_s=0.001)
+            with pytest.raises(EngineError, match=r"gloo group of 2 ranks at 127.0.0.1:\d+") as got:
+                await sync.publish(TrainerWeights(two_ranks), 1)
+            assert "within 0.001 s" in str(got.value)
+            assert f"rank 1 ({server})" in str(got.value)
+            assert engine.policy_version == 0
+            # The trainer is well, and another way works.
+            disk = sync_of(engine, "disk", tmp_path / "weights")
+            await disk.publish(TrainerWeights(two_ranks), 2)
+            assert set((await ask(engine)).versions) == {2}
+            await disk.aclose()
+
+    asyncio.run(play())
