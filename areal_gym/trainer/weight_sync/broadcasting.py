@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -145,7 +146,7 @@ class _Group:
         for url, offset in zip(urls, offsets, strict=True):
             last = offset + sizes[url] - 1
             ranks = f"rank {offset}" if last == offset else f"ranks {offset} to {last}"
-            members[f"{ranks} ({url})"] = lambda url=url, offset=offset: invite(url, offset)
+            members[f"{ranks} ({url})"] = partial(invite, url, offset)
         where = f"{backend} group of {world_size} ranks at {host}:{port}"
         group = _together(members, where, timeout_s)[0]
         on = torch.device("cpu") if backend == "gloo" else device

@@ -72,7 +72,7 @@ class DistributedWeightSync:
         """Interrupt generation, broadcast in the announced order, resume.
 
         When a server is lost meanwhile, a new group is made with those that still answer, and all
-        is sent again: nobody knows what of it has arrived.
+        is sent again: it is unknown what of it has arrived.
 
         Raises:
             EngineError: no server took the weights.

@@ -29,7 +29,7 @@ _Result = TypeVar("_Result", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class RankSide:
-    """What a task finds in each rank."""
+    """Gives a task the weights, and the place among the ranks."""
 
     weights: Callable[[torch.dtype | None], Iterator[tuple[str, Tensor]]]
     """Yields Hugging Face names and whole tensors, floating-point ones in the given type; every
