@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:  # they are made of parts of models
     from areal_gym.models.flat_batch import PackedBatch
+    from areal_gym.models.lora_weights import NetworkTensor
     from areal_gym.models.tiny.decoder_config import DecoderConfig
 
 
@@ -84,11 +85,30 @@ class PolicyModel(nn.Module, ABC):
         """Return [N, V]: the scores of the next token; callers hand in chunks."""
 
     @abstractmethod
-    def published(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def network_tensors(self) -> Iterator[NetworkTensor]:
+        """Yield what is published and saved: each tensor once, adapters merged.
+
+        `sources` are names in this module's `state_dict`.
+        """
+
+    def checkpoint_tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the checkpoint's own names and tensors of one of `network_tensors`.
+
+        It reads no weights: a network that is training may be asked in another thread.
+        """
+        return {name: tensor}
+
+    def published(
+        self, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint's own names and tensors, one at a time, adapters merged.
 
-        `whole` gathers a tensor from the ranks that share it.
+        `whole` gathers a tensor from the ranks that share it; every rank must use up the iterator.
         """
+        state = self.state_dict()
+        for part in self.network_tensors():
+            merged = part.merged([whole(state[name].detach()) for name in part.sources])
+            yield from self.checkpoint_tensors(part.name, merged).items()
 
     def take_expert_counts(self) -> Tensor | None:
         """Return the tokens that each layer's experts were given in training, [L, E].

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from areal_gym.config import LoraConfig, TrainerConfig, load_config
 from areal_gym.errors import ConfigError
-from areal_gym.models.lora_weights import is_adapter, merged_state
+from areal_gym.models.lora_weights import is_adapter
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.trainer.algorithms.advantages import grpo
@@ -78,7 +78,7 @@ def test_only_the_adapter_has_a_gradient():
 def test_merged_weights_compute_the_same_as_the_adapter():
     decoder = moved()
     merged = Decoder(CONFIG)
-    merged.load_state_dict(dict(merged_state(decoder)))
+    merged.load_state_dict(dict(decoder.published()))
     torch.testing.assert_close(logits(merged), logits(decoder), atol=1e-5, rtol=1e-5)
     assert (logits(merged) - logits(tiny_decoder())).abs().max() > 0.1
 

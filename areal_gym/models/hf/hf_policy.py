@@ -35,7 +35,7 @@ from areal_gym.models.hf.token_mixing import (
     mixing_with,
     recurrent_parts,
 )
-from areal_gym.models.lora_weights import merged_state
+from areal_gym.models.lora_weights import NetworkTensor, network_tensors
 from areal_gym.models.policy_model import ModelShape, Pack, PolicyModel
 
 
@@ -138,13 +138,15 @@ class HFPolicy(PolicyModel):
         logits: Tensor = shell.forward(input_ids=ids, use_cache=False).logits[0]
         return logits
 
-    def published(
-        self, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `save_pretrained` would write: its names and values, one tensor at a time."""
+    def network_tensors(self) -> Iterator[NetworkTensor]:
+        """Yield the network's tensors, of tied ones the first."""
         tied = set(getattr(self.network, "all_tied_weights_keys", None) or ())
-        for name, tensor in merged_state(self.network, whole, without=tied):
-            yield from revert_weight_conversion(self.network, {name: tensor}).items()
+        return network_tensors(self.network, prefix="network.", without=tied)
+
+    def checkpoint_tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return what `save_pretrained` would write of it: its names and values."""
+        tensors: dict[str, Tensor] = revert_weight_conversion(self.network, {name: tensor})
+        return tensors
 
     def take_expert_counts(self) -> Tensor | None:
         """Return the tokens that each layer's experts were given in training, [L, E]."""

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from areal_gym.models.hf.hf_policy import HFPolicy
+from areal_gym.models.lora_weights import NetworkTensor
 from areal_gym.models.policy_model import DialogueScorer
 
 HEAD = "score.weight"
@@ -67,12 +68,14 @@ class HFRewardModel(HFPolicy, DialogueScorer):
         logits: Tensor = hidden_NC.float() @ head_CV.to(hidden_NC.device)
         return logits
 
-    def published(
-        self, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `save_pretrained` of a classifier would write, one tensor at a time."""
-        yield from super().published(whole)
-        yield HEAD, self.score.weight.detach()
+    def network_tensors(self) -> Iterator[NetworkTensor]:
+        """Yield the tensors of the body, and the head's."""
+        yield from super().network_tensors()
+        yield NetworkTensor(name=HEAD, sources=(HEAD,))
+
+    def checkpoint_tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return what `save_pretrained` of a classifier would write of it."""
+        return {HEAD: tensor} if name == HEAD else super().checkpoint_tensors(name, tensor)
 
 
 class _Classifier(GenericForSequenceClassification):  # type: ignore[misc]

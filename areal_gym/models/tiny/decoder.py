@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from areal_gym.models.lora_weights import merged_state
+from areal_gym.models.lora_weights import NetworkTensor, network_tensors
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.models.tiny.attend import Attend, softcapped
 from areal_gym.models.tiny.decoder_config import DecoderConfig
@@ -235,9 +235,9 @@ class Decoder(PolicyModel):
         """This module: its names are the checkpoint's."""
         return self
 
-    def published(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's names and tensors; `whole` gathers those that are sharded."""
-        return merged_state(self, whole)
+    def network_tensors(self) -> Iterator[NetworkTensor]:
+        """Yield the tensors, which have the checkpoint's names."""
+        return network_tensors(self)
 
     def duplicate_trunk(self) -> Decoder:
         """Return a copy in float32 that gives hidden states only."""
