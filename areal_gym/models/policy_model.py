@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from areal_gym.models.stored_types import StoredTypes
+
 if TYPE_CHECKING:  # they are made of parts of models
     from areal_gym.models.flat_batch import PackedBatch
     from areal_gym.models.lora_weights import NetworkTensor
@@ -58,6 +60,8 @@ class PolicyModel(nn.Module, ABC):
 
     trusts_code: bool = False
     """Whether code that its checkpoint brought along runs."""
+    stored_types: StoredTypes = StoredTypes()
+    """The types in which the checkpoint that it was read from stores its weights."""
     is_sharded: bool = False
     """Whether the weights were divided among the ranks when they were read."""
 

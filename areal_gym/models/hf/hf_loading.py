@@ -34,6 +34,7 @@ from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.models.hf.hf_policy import HFPolicy
 from areal_gym.models.hf.hf_reward_model import HEAD, HFRewardModel, classifier_of
 from areal_gym.models.hf.token_mixing import NAME
+from areal_gym.models.stored_types import read_stored_types
 from areal_gym.models.tiny.checkpoint_files import is_reward_model as holds_reward_model
 from areal_gym.models.tiny.checkpoint_files import read_config as read_config_json
 from areal_gym.models.tiny.checkpoint_files import weight_files
@@ -78,6 +79,7 @@ def load_policy(
     )
     policy = HFPolicy(network, _trunk_reader(directory, device, sharding, trusts_code))
     policy.trusts_code = trusts_code
+    policy.stored_types = read_stored_types(weight_files(directory))
     return policy
 
 
@@ -114,7 +116,9 @@ def load_reward_model(
     if not is_scored:
         weight_1C = torch.zeros_like(weight_1C)
     read_trunk = _trunk_reader(directory, device, sharding, trusts_code)
-    return HFRewardModel(network, weight_1C.to(device), read_trunk)
+    model = HFRewardModel(network, weight_1C.to(device), read_trunk)
+    model.stored_types = read_stored_types(weight_files(directory))
+    return model
 
 
 def load_trunk(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from areal_gym.errors import ConfigError, DataError, TrainError
 from areal_gym.models.policy_model import PolicyModel
+from areal_gym.models.stored_types import read_stored_types
 from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.hf_config import config_from_hf
@@ -50,6 +51,7 @@ def load_checkpoint(
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(weights[name])
+    decoder.stored_types = read_stored_types(weight_files(Path(path)))
     return decoder
 
 
@@ -185,14 +187,36 @@ def write_checkpoint(
     Raises:
         OSError, SafetensorError: the disk is full or cannot be written.
     """
-    config = decoder.hf_config()
-    config["torch_dtype"] = str(write_weights(weights, directory)).removeprefix("torch.")
+    dtype = write_weights(weights, directory)
+    write_config(decoder, dtype, directory, tokenizer_dir=tokenizer_dir)
+
+
+def write_config(
+    decoder: PolicyModel,
+    dtype: torch.dtype,
+    directory: Path,
+    *,
+    tokenizer_dir: Path | str | None = None,
+) -> None:
+    """Write what stands beside weights of type `dtype`: `config.json` and tokenizer files.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    name = str(dtype).removeprefix("torch.")
+    config = _with_dtype(decoder.hf_config(), name) | {"torch_dtype": name}
     write_file(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     if tokenizer_dir is not None:
         for name in TOKENIZER_FILES:
             source = Path(tokenizer_dir) / name
             if source.is_file():
                 write_file(directory / name, source.read_bytes())
+
+
+def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the config with `name` where it, or a part of it, has a type."""
+    parts = {k: _with_dtype(v, name) if isinstance(v, dict) else v for k, v in config.items()}
+    return parts | {key: name for key in ("dtype", "torch_dtype") if parts.get(key)}
 
 
 def write_weights(

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from areal_gym.models.policy_model import DialogueScorer
-from areal_gym.models.tiny.checkpoint_files import is_reward_model, read_config, read_weights
+from areal_gym.models.stored_types import read_stored_types
+from areal_gym.models.tiny.checkpoint_files import (
+    is_reward_model,
+    read_config,
+    read_weights,
+    weight_files,
+)
 from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.hf_config import config_from_hf
@@ -63,4 +69,5 @@ def load_reward_model(
         model.score.weight.zero_()
         for name, tensor in weights.items():
             model.get_parameter(name).copy_(tensor)
+    model.stored_types = read_stored_types(weight_files(path))
     return model
