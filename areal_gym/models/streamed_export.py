@@ -1,7 +1,7 @@
 """Weights in Hugging Face's layout, written one tensor at a time.
 
-    plan_export:  names and shapes -> files, and the place of every tensor in its file
-    write_planned_file: for each tensor of the network: read, merge adapters, convert, write in place
+    plan_export:         names and shapes -> files, and the place of every tensor in its file
+    write_planned_file:  read a tensor of the network, merge adapters, convert, write in place
 
 The place of each tensor is known before any is there, so that a writer holds one at a time, and
 several processes write different files. A single file has the very bytes that safetensors' own
@@ -121,11 +121,11 @@ def write_planned_file(
     model: PolicyModel,
     file: PlannedFile,
     directory: Path,
-    read: Callable[[Sequence[str]], Sequence[Tensor]],
+    read: Callable[[str], Tensor],
 ) -> None:
     """Write one file of a plan, and wait until it is on disk.
 
-    `read` returns whole tensors of the model's state by their names. The model may be training.
+    `read` returns a whole tensor of the model's state by its name. The model may be training.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -134,7 +134,7 @@ def write_planned_file(
     with (directory / file.name).open("wb") as handle:
         handle.write(file.header)
         for part in file.parts:
-            merged = part.merged(read(part.sources))
+            merged = part.merged([read(source) for source in part.sources])
             for name, tensor in model.checkpoint_tensors(part.name, merged).items():
                 if name in file.places:
                     place, dtype = file.places[name]
@@ -173,4 +173,3 @@ def _planned_file(name: str, tensors: Sequence[_Planned]) -> PlannedFile:
 def _raw(tensor: Tensor) -> memoryview:
     raw: memoryview = tensor.contiguous().flatten().view(torch.uint8).numpy().data
     return raw
-

@@ -85,6 +85,20 @@ class ExampleTrainer(Trainer["Example"], Protocol):
 
 
 @runtime_checkable
+class CheckpointWriter(Protocol):
+    """A trainer that writes the policy's files itself: an optional part of the contract.
+
+    The weights of another one are written from `weights`, while training waits.
+    """
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        """Write weights in Hugging Face's layout, and what `save` writes into "trainer" there.
+
+        When this returns, both may change already.
+        """
+
+
+@runtime_checkable
 class ClosableTrainer(Protocol):
     """A trainer that holds processes or files: an optional part of the contract."""
 

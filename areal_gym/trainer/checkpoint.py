@@ -2,6 +2,7 @@
 
     checkpoints/step-000010/      config.json, model.safetensors, tokenizer files
                 trainer/          states of optimizer and critic, counters (`trainer.states`)
+                trainer/master_weights/  where the files of weights are rounded: `exported_weights`
                 trainer.json      the step, and which tasks come next
     checkpoints/best              a link to the best of those that were measured
 
@@ -14,27 +15,25 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from areal_gym.errors import ConfigError, DataError, GymError, TrainError, UsageError
 from areal_gym.models.tiny.checkpoint_files import (
-    MAX_FILE_BYTES,
     fresh_directory,
     require_whole_weights,
-    write_checkpoint,
+    write_config,
     write_file,
 )
 from areal_gym.trainer.base import Trainer
+from areal_gym.trainer.exported_weights import MASTER_WEIGHTS, STATES, save_checkpoint
 from areal_gym.trainer.states import require_whole_states
 from areal_gym.utils.files import read_json
 
 _NAME = re.compile(r"step-(\d{6,})")
-_STATES, _FACTS = "trainer", "trainer.json"
+_FACTS = "trainer.json"
 
 
 def checkpoint_name(step: int) -> str:
@@ -53,8 +52,7 @@ def save_trainer(
 ) -> Path:
     """Write the checkpoint of a step below `directory` and return its path.
 
-    Nothing else may use the trainer before `on_copied` is called: when everything is copied, or,
-    for weights of more than one file, written, so that this process never holds them all.
+    Nothing else may use the trainer before `on_copied` is called: when everything is copied.
     `tokenizer_dir` is a checkpoint whose tokenizer files belong to the policy; `rollout_state`
     (JSON), the tasks that come next, is what `restore_trainer` returns.
 
@@ -64,22 +62,17 @@ def save_trainer(
     path = directory / checkpoint_name(step)
     facts = {"step": step, "rollout": dict(rollout_state or {})}
     with fresh_directory(path) as fresh:
-        # First the weights: a thread begins to write the states, and Python lets one at a time run.
-        weights: Iterable[tuple[str, Tensor]] = trainer.weights()
-        is_small = 4 * sum(p.numel() for p in trainer.decoder.parameters()) <= MAX_FILE_BYTES
-        if is_small:
-            weights = [(name, w.detach().to("cpu", copy=True)) for name, w in weights]
-        else:
-            write_checkpoint(trainer.decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
-        states = trainer.save(fresh / _STATES)
+        written = save_checkpoint(trainer, fresh)
         try:
             on_copied()
-            if is_small:
-                write_checkpoint(trainer.decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
-            write_file(fresh / _FACTS, (json.dumps(facts) + "\n").encode())
         finally:
-            wait([states])  # nothing may write into what is going to be deleted
-        states.result()
+            wait([written])  # nothing may write into what is going to be deleted
+        written.result()
+        decoder = trainer.decoder
+        dtype = decoder.stored_types.main or next(decoder.parameters()).dtype
+        write_config(decoder, dtype, fresh, tokenizer_dir=tokenizer_dir)
+        facts["master_weights"] = (fresh / STATES / MASTER_WEIGHTS).is_dir()
+        write_file(fresh / _FACTS, (json.dumps(facts) + "\n").encode())
     return path
 
 
@@ -152,11 +145,12 @@ def checkpoint_of(directory: Path, step: int) -> tuple[int, Path]:
 def require_whole(path: Path) -> None:
     """Refuse (ConfigError) a checkpoint with a missing or damaged file, or of an old version."""
     try:
-        if (path / "trainer.pt").exists() and not (path / _STATES).exists():
+        if (path / "trainer.pt").exists() and not (path / STATES).exists():
             raise ConfigError("trainer.pt was written by an older version of areal-gym")
         require_whole_weights(path)
-        require_whole_states(path / _STATES)
-        _read_facts(path)
+        require_whole_states(path / STATES)
+        if _read_facts(path).get("master_weights"):
+            require_whole_states(path / STATES / MASTER_WEIGHTS)
     except GymError as error:
         raise _unusable(path, error) from error
 
@@ -168,21 +162,22 @@ def restore_trainer(trainer: Trainer[Any], path: Path) -> dict[str, Any] | None:
         ConfigError: a file is damaged, or belongs to other settings.
     """
     try:
-        trainer.load(path / _STATES)
+        trainer.load(path / STATES)
     except Exception as error:
         raise _unusable(path, error) from error
-    return _read_facts(path) or None
+    return _read_facts(path)["rollout"] or None
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def _read_facts(path: Path) -> Mapping[str, Any]:
     file = path / _FACTS
     try:
-        state: dict[str, Any] = read_json(file)["rollout"]
+        facts = read_json(file)
+        state = facts["rollout"]
     except (OSError, DataError, KeyError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     if not isinstance(state, dict):
         raise ConfigError(f"cannot read {file}: its rollout is not an object")
-    return state
+    return facts
 
 
 def _unusable(path: Path, error: BaseException) -> ConfigError:

@@ -17,6 +17,7 @@ from areal_gym.errors import ConfigError, NotFiniteError
 from areal_gym.models.backend import ModelLoader
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.trainer.exported_weights import MASTER_WEIGHTS, STATES, ExportedWeights
 from areal_gym.trainer.lora import add_adapter
 from areal_gym.trainer.lr_schedule import lr_factor, require_steps
 from areal_gym.trainer.optimizer import Optimizer
@@ -27,7 +28,7 @@ from areal_gym.trainer.parallel.fsdp import (
     require_exact_packing,
 )
 from areal_gym.trainer.parallel.rank_group import Ranks
-from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
+from areal_gym.trainer.states import StateFiles, below, prefixed, room_for_moments, saved_tensors
 from areal_gym.trainer.weight_sync.rank_tasks import RankSide, RankTask, cast, cast_all
 
 _T = TypeVar("_T")
@@ -83,7 +84,8 @@ class PolicyTrainer:
 
     def checkpoint_bytes(self) -> int:
         """Return about how many bytes a checkpoint takes: weights, and AdamW's two per weight."""
-        return room_for(self.decoder)
+        weights = self._exported_weights.num_bytes(self._ranks.size)
+        return weights + room_for_moments(self.decoder)
 
     def states(self) -> dict[str, Tensor]:
         """Return the live tensors that a checkpoint keeps besides the policy's weights, by name.
@@ -106,12 +108,33 @@ class PolicyTrainer:
         """
         return self._files.save(self.states(), directory)
 
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        """Write the weights into a directory, and `states` into its folder "trainer".
+
+        All ranks call this, and each writes its part; else as `save`.
+        """
+        with self._files.copying():
+            weights = self._exported_weights.save(self._files, directory)
+            states = self.save(directory / STATES)
+
+            def report() -> None:
+                for written in (weights, states):
+                    written.result()
+
+            return self._files.submit(report)
+
     def load(self, directory: Path) -> None:
         """Continue where `save` was called, by as many ranks or by others.
+
+        Master weights that `save_checkpoint` left in the directory are read as well; otherwise the
+        trainer's weights must be those of the checkpoint.
 
         Raises:
             TrainError: these are the states of another optimizer, or of no critic.
         """
+        masters = directory / MASTER_WEIGHTS
+        if masters.is_dir():
+            self._files.load(self._exported_weights.tensors(), masters)
         self._allocate(saved_tensors(directory))
         states = self.states()
         self._files.load(states, directory)
@@ -131,6 +154,9 @@ class PolicyTrainer:
                 self.decoder.get_submodule(name).requires_grad_(True)
         prepare_decoder(self.decoder, self.config, self._ranks)
         require_exact_packing(self.decoder, self.config)
+        self._exported_weights = ExportedWeights(
+            self.decoder, has_adapter=self.config.lora is not None
+        )
         self._optimizer = Optimizer(self.decoder, self.config, self._ranks)
 
     def _frozen(self, policy: PolicyModel | Path) -> PolicyModel:

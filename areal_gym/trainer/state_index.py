@@ -93,11 +93,15 @@ class _Unpickler(pickle._Unpickler):
 
 
 class StateReader(FileSystemReader):
-    """torch's reader of checkpoints, with an index that is read as data."""
+    """torch's reader of checkpoints, with an index that is read as data, unless it is given."""
+
+    def __init__(self, directory: Path, index: Metadata | None = None) -> None:
+        super().__init__(directory)
+        self._index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index, checked (`read_index`)."""
-        metadata = read_index(Path(self.path))
+        metadata = self._index or read_index(Path(self.path))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

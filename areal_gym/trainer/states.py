@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -36,17 +37,48 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class StateFiles:
-    """Writes and reads named tensors; all ranks call the same methods in the same order."""
+    """Writes and reads named tensors; all ranks call the same methods in the same order.
+
+    A thread writes, so that training goes on.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-states")
-        self._writing: Future[None] | None = None
+        self._jobs: list[Future[None]] = []
+        self._copying = Lock()
 
     @cached_property
     def _group(self) -> torch.distributed.ProcessGroup | None:
         """Another group than that of training, which goes on meanwhile."""
-        return torch.distributed.new_group(backend="gloo") if self._ranks.size > 1 else None
+        return torch.distributed.new_group(backend="gloo") if self.ranks.size > 1 else None
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Wait until all is written, so that there is one set of copies; then write nothing.
+
+        In the block tensors are copied and jobs are submitted, which begin after it: a thread that
+        writes would slow the copying down.
+        """
+        if self._copying.locked():  # by this very thread: a checkpoint is copied by several calls
+            yield
+            return
+        wait(self._jobs)
+        self._jobs.clear()
+        _ = self._group  # made here, in the order of the ranks' other groups
+        with self._copying:
+            yield
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Let the thread that writes do a job, after those before it."""
+
+        def run() -> None:
+            with self._copying:
+                pass
+            job()
+
+        self._jobs.append(self._thread.submit(run))
+        return self._jobs[-1]
 
     def save(self, states: Mapping[str, Tensor], directory: Path) -> Future[None]:
         """Copy the tensors, which may change afterwards; a thread writes the copies.
@@ -54,11 +86,9 @@ class StateFiles:
         Returns:
             Done when everything is on disk; else it has the OSError, or what else happened.
         """
-        if self._writing is not None:
-            wait([self._writing])  # never more than one set of copies
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in states.items()}
-        self._writing = self._thread.submit(self._write, copies, directory)
-        return self._writing
+        with self.copying():
+            copies = {name: copied(tensor) for name, tensor in states.items()}
+            return self.submit(lambda: self.write(copies, directory))
 
     def load(self, states: Mapping[str, Tensor], directory: Path) -> None:
         """Read into these tensors, which have the shapes that `saved_tensors` tells.
@@ -72,17 +102,57 @@ class StateFiles:
                 dict(states),
                 storage_reader=StateReader(directory),
                 process_group=self._group,
-                no_dist=self._ranks.size == 1,
+                no_dist=self.ranks.size == 1,
             )
 
-    def _write(self, copies: dict[str, Tensor], directory: Path) -> None:
+    def agree(self, error: Exception | None) -> None:
+        """Raise the error of the first rank that has one, on every rank."""
+        errors = [error]
+        if self.ranks.size > 1:
+            errors *= self.ranks.size
+            torch.distributed.all_gather_object(errors, error, group=self._group)
+        for each in errors:
+            if each is not None:
+                raise each
+
+    def write(self, copies: Mapping[str, Tensor], directory: Path) -> None:
+        """Write tensors that nothing changes meanwhile, in a job; each rank writes its part.
+
+        Raises:
+            OSError: the disk of a rank is full or cannot be written.
+        """
         with _reason_alone():
             save(
-                copies,
+                dict(copies),
                 storage_writer=_Writer(directory),
                 process_group=self._group,
-                no_dist=self._ranks.size == 1,
+                no_dist=self.ranks.size == 1,
             )
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory; of a sharded tensor, of this rank's part."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+class SavedTensors:
+    """Reads whole tensors that were written by any number of ranks, one at a time, in any process.
+
+    Raises:
+        ConfigError: the index is missing or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._index = read_index(directory)
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor."""
+        meta = self._index.state_dict_metadata[name]
+        assert isinstance(meta, TensorStorageMetadata)
+        tensor = torch.empty(meta.size, dtype=meta.properties.dtype)
+        load({name: tensor}, storage_reader=StateReader(self._directory, self._index), no_dist=True)
+        return tensor
 
 
 def saved_tensors(directory: Path) -> Mapping[str, TensorStorageMetadata]:
@@ -104,9 +174,9 @@ def require_whole_states(directory: Path) -> None:
             raise ConfigError(f"{file} is truncated: it has {size} bytes of {length}")
 
 
-def room_for(module: nn.Module) -> int:
-    """Return the bytes, on all ranks, of its weights and of AdamW's two numbers per trained one."""
-    return sum(4 * p.numel() * (3 if p.requires_grad else 1) for p in module.parameters())
+def room_for_moments(module: nn.Module) -> int:
+    """Return the bytes, on all ranks, of AdamW's two numbers per trained weight."""
+    return sum(8 * p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def prefixed(prefix: str, states: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ from areal_gym.trainer.parallel.fsdp import autocast
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.policy_trainer import PolicyTrainer
 from areal_gym.trainer.row_passes import RowPasses
-from areal_gym.trainer.states import below, prefixed, room_for
+from areal_gym.trainer.states import below, prefixed, room_for_moments
 from areal_gym.trainer.step_stats import Step, StepStats, expert_metrics, router_agreement
 from areal_gym.types import Group
 
@@ -227,7 +227,11 @@ class Trainer(PolicyTrainer):
 
     def checkpoint_bytes(self) -> int:
         """Return about how many bytes a checkpoint takes, the critic's included."""
-        return super().checkpoint_bytes() + (room_for(self._critic) if self._critic else 0)
+        num_bytes = super().checkpoint_bytes()
+        if self._critic is not None:
+            weights = sum(4 * p.numel() for p in self._critic.parameters())
+            num_bytes += weights + room_for_moments(self._critic)
+        return num_bytes
 
     def states(self) -> dict[str, Tensor]:
         """Return the states of every trainer, the mean of past rewards, and the critic's."""

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from areal_gym.models.hf.hf_loading import build_policy, load_policy
-from areal_gym.models.streamed_export import plan_export, write_planned_file
 from areal_gym.models.stored_types import StoredTypes, read_stored_types
+from areal_gym.models.streamed_export import plan_export, write_planned_file
 from areal_gym.models.tiny.checkpoint_files import write_config, write_weights
 from tests._support.tiny_architectures import ARCHITECTURES, tiny_config
 
@@ -19,7 +19,7 @@ def export(policy, directory, **options):
     state = {name: tensor.detach() for name, tensor in policy.state_dict().items()}
     plan = plan_export(policy, list(policy.network_tensors()), state, **options)
     for file in plan.files:
-        write_planned_file(policy, file, directory, lambda names: [state[n] for n in names])
+        write_planned_file(policy, file, directory, state.__getitem__)
     if index := plan.index():
         (directory / "model.safetensors.index.json").write_bytes(index)
     return plan

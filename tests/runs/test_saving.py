@@ -47,14 +47,14 @@ class SlowDisk(StateFiles):
         super().__init__(ALONE)
         self.began, self.may_end = threading.Event(), threading.Event()
 
-    def _write(self, *arguments):
+    def write(self, *arguments):
         self.began.set()
         assert self.may_end.wait(20)
-        super()._write(*arguments)
+        super().write(*arguments)
 
 
 class FullDisk(StateFiles):
-    def _write(self, *arguments):
+    def write(self, *arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

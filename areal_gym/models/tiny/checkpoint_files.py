@@ -286,7 +286,7 @@ def fresh_directory(path: Path) -> Iterator[Path]:
     try:
         fresh.mkdir(parents=True)
         yield fresh
-        for folder in (*filter(Path.is_dir, fresh.iterdir()), fresh):
+        for folder in (*filter(Path.is_dir, fresh.rglob("*")), fresh):
             _sync(folder)
         if path.exists():
             path.rename(old)

@@ -20,8 +20,11 @@ from torch import Tensor
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, GymError, TrainError
 from areal_gym.models.backend import ModelLoader
+from areal_gym.models.stored_types import read_stored_types
+from areal_gym.models.tiny.checkpoint_files import weight_files
 from areal_gym.trainer.batch.examples import Example
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
+from areal_gym.trainer.exported_weights import save_checkpoint
 from areal_gym.trainer.out_of_memory import out_of_memory
 from areal_gym.trainer.parallel.fsdp import load_for_training
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
@@ -42,6 +45,7 @@ class RemoteTrainer(ABC):
 
     def __init__(self, policy: Path, loader: ModelLoader) -> None:
         self.decoder = loader.without_weights(policy)
+        self.decoder.stored_types = read_stored_types(weight_files(policy))
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saved")
 
     def step(self, batch: Sequence[Group] | Sequence[Example], version: int) -> dict[str, float]:
@@ -95,6 +99,11 @@ class RemoteTrainer(ABC):
     def save(self, directory: Path) -> Future[None]:
         """Write the states, all ranks together; they can take steps while this is written."""
         self._ask("save", directory.absolute())
+        return self._saving.submit(self._wait_for_checkpoint)
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        """Write weights and states, all ranks together, beside the next steps."""
+        self._ask("save_checkpoint", directory.absolute())
         return self._saving.submit(self._wait_for_checkpoint)
 
     def load(self, directory: Path) -> None:
@@ -198,10 +207,15 @@ class Serving:
         """Call a method of the trainer, or `next_tensors`."""
         if method == "next_tensors":
             return self._next_tensors(*arguments)
-        answer = getattr(self._trainer, method)(*arguments)
+        trainer = self._trainer
+        answer: Any = (
+            save_checkpoint(trainer, *arguments, is_writer=self._is_writer)
+            if method == "save_checkpoint"
+            else getattr(trainer, method)(*arguments)
+        )
         if method == "score":
             return [logprobs_T.tolist() for logprobs_T in answer]
-        if method == "save":
+        if method in ("save", "save_checkpoint"):
             if self._is_writer:
                 answer.add_done_callback(self._tell_of_checkpoint)
             return None
