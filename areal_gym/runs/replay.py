@@ -218,10 +218,12 @@ def _largest_difference(trainer: GroupTrainer, checkpoint: Path) -> float:
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(f, "pt")) for f in weight_files(checkpoint)]
         file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        return max(
-            float((ours.cpu() - file_of[name].get_tensor(name)).abs().max())
-            for name, ours in trainer.weights()
-        )
+        largest = 0.0
+        for name, ours in trainer.weights():
+            theirs = file_of[name].get_tensor(name)
+            gap = ours.cpu().to(theirs.dtype) - theirs  # a checkpoint's files may be rounded
+            largest = max(largest, float(gap.abs().max()))
+        return largest
 
 
 def _save(
