@@ -27,6 +27,7 @@ from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.exported_weights import save_checkpoint
 from areal_gym.trainer.out_of_memory import out_of_memory
 from areal_gym.trainer.parallel.fsdp import load_for_training
+from areal_gym.trainer.parallel.process_group import Meeting
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.weight_sync.rank_tasks import RankTask
 from areal_gym.types import Group, Task
@@ -157,7 +158,7 @@ class TrainerRecipe:
     device: str
     """"cpu" or "cuda"; a process that sees several GPUs takes the one of its rank."""
     meeting: str
-    """URL by which the ranks find each other (`torch.distributed`'s `init_method`)."""
+    """URL by which the ranks find each other (see `process_group.Meeting`)."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `trainer_class`."""
 
@@ -170,6 +171,7 @@ class Serving:
 
     Raises:
         ConfigError: the policy's checkpoint is not there, on this machine.
+        TrainError: the ranks did not find, or reach, each other in time.
     """
 
     def __init__(
@@ -191,9 +193,13 @@ class Serving:
             backend = "nccl" if is_on_gpu else "gloo"
             if is_on_gpu and config.cpu_offload:
                 backend = "cpu:gloo,cuda:nccl"  # the gradients' norm is summed where they are
-            torch.distributed.init_process_group(
-                backend, init_method=recipe.meeting, rank=rank, world_size=config.num_ranks
+            meeting = Meeting(
+                url=recipe.meeting,
+                rank=rank,
+                size=config.num_ranks,
+                timeout_s=config.connect_timeout_s,
             )
+            meeting.join(backend, ["cuda", "cpu"] if "cpu:" in backend else [recipe.device])
             arguments["ranks"] = ranks = Ranks(rank, config.layout, recipe.device)
         decoder = load_for_training(
             recipe.policy, config, ranks, device=recipe.device, loader=recipe.loader
