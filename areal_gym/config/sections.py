@@ -211,6 +211,11 @@ class TrainerConfig(Settings):
     num_ranks: int = Field(1, ge=1)
     """Processes that train together, one per GPU; `parallel` says how they share the model."""
     parallel: ParallelConfig = ParallelConfig()
+    connect_timeout_s: float = Field(300.0, gt=0)
+    """How long the ranks may take to find each other and connect, from the start of each."""
+    max_restarts: int = Field(3, ge=0)
+    """How often a run goes on from its newest checkpoint when a process of the trainer has died,
+    without a new checkpoint in between; 0 ends the run at once."""
     routing_replay: bool = False
     """Train a mixture with the experts by which the engine has sampled each token, instead of those
     that the trainer's router would choose (rollout routing replay, R3; docs/models.md)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from areal_gym.runs.restarts import RESTARTED
 from areal_gym.utils.markup import counted
 
 PREFIX = "incidents/"
@@ -38,6 +39,8 @@ INCIDENTS = (
     Incident("lost_groups", "group", "dropped", "rollout/failed_groups"),
     Incident("shrunken_groups", "group", "shrunken", "rollout/shrunken_groups", is_total=False),
     Incident("lost_servers", "server", "lost", "engine/num_servers_lost"),
+    # `RunContext.record` has counted it: objectives on fixed data can lose their trainer, too.
+    Incident("restarted_trainers", "trainer", "restarted", RESTARTED, is_total=False),
 )
 
 

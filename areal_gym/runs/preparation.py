@@ -20,6 +20,7 @@ from areal_gym.runs.components import Components, make_loggers
 from areal_gym.runs.examples_data import load_examples
 from areal_gym.runs.logger_threads import Loggers
 from areal_gym.runs.policy_directory import hash_of_policy, policy_directory, require_same_start
+from areal_gym.runs.restarts import Restarts
 from areal_gym.runs.resume import require_resumable
 from areal_gym.runs.run_display import Display
 from areal_gym.utils.statistics import cpu_s
@@ -37,6 +38,7 @@ class PreparedRun:
     directory: RunDir
     display: Display
     callbacks: Callbacks
+    restarts: Restarts
     loggers: Loggers
     components: Components | None
     """None where the settings need no environment."""
@@ -87,6 +89,7 @@ def prepare_run(
     directory: RunDir,
     display: Display,
     callbacks: Callbacks,
+    restarts: Restarts,
     *,
     is_resumed: bool,
     from_step: int | None,
@@ -116,6 +119,7 @@ def prepare_run(
         directory=directory,
         display=display,
         callbacks=callbacks,
+        restarts=restarts,
         loggers=loggers,
         components=components,
         policy=policy,

@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
-from areal_gym.errors import DivergedError, NotFiniteError, StopTraining
+from areal_gym.errors import DivergedError, LostRankError, NotFiniteError, StopTraining
 from areal_gym.runs.divergence_guard import DivergenceGuard
 from areal_gym.runs.preparation import PreparedRun
+from areal_gym.runs.restarts import RESTARTED
 from areal_gym.runs.saving import Saver
 from areal_gym.types import Group
 
@@ -131,6 +132,8 @@ class RunContext(Generic[_Item]):
         except StopTraining as stop:
             display.say(f"stopped after step {self.step}, as a callback wanted: {stop}")
             self._saver.save_now(self.step)
+        except LostRankError:  # what it has learned since the newest checkpoint is lost
+            raise
         except (asyncio.CancelledError, Exception) as error:
             if self.step:
                 self._saver.save_now(self.step)
@@ -171,6 +174,7 @@ class RunContext(Generic[_Item]):
         """Write down the step and tell everyone, without waiting for anything."""
         self.step = step
         row: dict[str, Any] = {"step": step, **metrics}
+        row[RESTARTED] = float(self.prepared.restarts.count_in(step))
         row["time/step_s"] = time.perf_counter() - self._begin_s
         if self.publisher is not None:
             row["time/wait_s"] = self._wait_s

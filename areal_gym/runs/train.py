@@ -26,6 +26,7 @@ from areal_gym.run_dir.run_dir import RunDir, RunMode
 from areal_gym.runs.callbacks import Callback, Callbacks
 from areal_gym.runs.open_run import open_rollouts, open_supervised
 from areal_gym.runs.preparation import PreparedRun, prepare_run, require_steps_left
+from areal_gym.runs.restarts import Restarts
 from areal_gym.runs.run_context import RunContext
 from areal_gym.runs.run_display import Display
 from areal_gym.runs.run_summary import conclude
@@ -50,7 +51,8 @@ def train(
     KeyboardInterrupt. `mode="resume"` goes on from there, or from the checkpoint of `from_step`:
     what was learned after that step is forgotten.
 
-    On a cluster, a trainer's process that dies costs the steps since the newest checkpoint.
+    A trainer's process that dies costs the steps since the newest checkpoint: the run goes on from
+    there by itself, up to `trainer.max_restarts` times without a new one.
 
     Raises:
         GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
@@ -63,33 +65,20 @@ def train(
     display = display or Display()
     with RunDir.open(run_dir, mode, begins=mode == "new") as directory:
         listeners, is_resumed = Callbacks(callbacks), mode == "resume"
-        restarted_from: int | None = None
+        restarts = Restarts(config.trainer.max_restarts)
         while True:
             prepared = prepare_run(
-                config, directory, display, listeners, is_resumed=is_resumed, from_step=from_step
+                *(config, directory, display, listeners, restarts),
+                is_resumed=is_resumed,
+                from_step=from_step,
             )
             try:
                 if config.objective in SUPERVISED:
                     return run_to_end(_train(prepared, open_supervised))
                 return run_to_end(_train(prepared, open_rollouts))
             except LostRankError as error:
-                restarted_from = _restart_step(config, directory, restarted_from)
-                if restarted_from is None:
-                    raise
-                display.say(f"{error}: going on from the checkpoint of step {restarted_from}")
-                is_resumed, from_step = True, None
-
-
-def _restart_step(config: RunConfig, directory: RunDir, last: int | None) -> int | None:
-    """Return the newest checkpoint's step; None where the death of a rank ends the run.
-
-    That is so without a cluster, and when no checkpoint was written since the `last` restart.
-    """
-    from areal_gym.trainer.checkpoint import latest_checkpoint
-
-    checkpoint = latest_checkpoint(directory.checkpoints_dir)
-    has_new = checkpoint is not None and checkpoint[0] != last
-    return checkpoint[0] if checkpoint and has_new and config.cluster.address else None
+                if restarts.begin(error, directory, display):
+                    is_resumed, from_step = True, None
 
 
 async def _train(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -15,8 +12,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'areal-gym[
 from areal_gym.config import load_config
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.replay import replay
-from areal_gym.runs.run_display import Display
 from areal_gym.runs.train import train
+from tests._support.killing import Killing, children
 
 pytestmark = pytest.mark.slow
 
@@ -43,22 +40,6 @@ def config_of(policy, *overrides, steps=2):
 
 def versions_of(run, step):
     return {v for t in run.read_trajectories(step) for v in t.policy_versions}
-
-
-def children():
-    """Command lines of all that descends from this process, by process id."""
-    rows = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True).stdout
-    processes = [row.split(None, 2) for row in rows.splitlines()]
-    mine, num_known = {os.getpid()}, 0
-    while len(mine) > num_known:
-        num_known = len(mine)
-        mine |= {int(pid) for pid, parent, _ in processes if int(parent) in mine}
-    mine.discard(os.getpid())
-    return {
-        int(pid): args
-        for pid, _, args in processes
-        if int(pid) in mine and "resource_tracker" not in args and not args.startswith("ps ")
-    }
 
 
 @pytest.fixture(autouse=True)
@@ -152,26 +133,3 @@ def test_ray_servers_and_workers_are_restarted(tiny_policy, tmp_path, sync, kill
     for row in rows:
         assert versions_of(run, row["step"]) == {row["step"] - 1}
         assert row["train/ratio"] == pytest.approx(1, abs=1e-4)
-
-
-class Killing(Display):
-    """Kills processes, found by their command lines, once the second step is on record."""
-
-    def __init__(self, *commands):
-        self.commands = commands
-        self.said = []
-        self.has_killed = False
-
-    def say(self, line):
-        self.said.append(line)
-
-    def step(self, step, num_steps, row):
-        if step == 2 and not self.has_killed:
-            self.has_killed = True
-            for command in self.commands:
-                os.kill(process_of(command), signal.SIGKILL)
-
-
-def process_of(command):
-    """The newest of our processes with these words in its command line: guards come first."""
-    return max(pid for pid, args in children().items() if command in args)

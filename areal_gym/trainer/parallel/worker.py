@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from areal_gym.config import TrainerConfig
-from areal_gym.errors import TrainError
+from areal_gym.errors import LostRankError
 from areal_gym.models.backend import AUTO, ModelLoader
 from areal_gym.trainer.out_of_memory import DEATH_HINTS
 from areal_gym.trainer.parallel.remote_trainer import (
@@ -52,7 +52,7 @@ class ProcessTrainer(RemoteTrainer):
 
     Raises:
         GymError: what `trainer_class` raised.
-        TrainError: a worker did not start.
+        LostRankError: a worker did not start.
     """
 
     def __init__(
@@ -136,21 +136,26 @@ class ProcessTrainer(RemoteTrainer):
         if error is not None:
             raise error
 
-    def _death(self) -> TrainError:
-        code = self._exit_code()
+    def _death(self) -> LostRankError:
+        dead = self._find_dead()
         self._kill()  # the others wait for the dead one
-        return TrainError(
-            "the trainer's process has died" + (f" ({_describe_exit(code)})" if code else ""),
-            hints=DEATH_HINTS,
+        who = "the trainer's process has died"
+        if dead is not None and len(self._workers) > 1:
+            who = f"rank {dead} of the trainer has died: process {self._workers[dead].process.pid}"
+        code = None if dead is None else self._workers[dead].process.returncode
+        return LostRankError(
+            who + (f" ({_describe_exit(code)})" if code else ""), hints=DEATH_HINTS
         )
 
-    def _exit_code(self) -> int | None:
+    def _find_dead(self) -> int | None:
         # A process is gone a moment after its pipe has closed.
         deadline_s = time.monotonic() + 2.0
         while True:
-            codes = [code for worker in self._workers if (code := worker.process.poll())]
-            if codes or time.monotonic() > deadline_s:
-                return codes[0] if codes else None
+            for rank, worker in enumerate(self._workers):
+                if worker.process.poll():
+                    return rank
+            if time.monotonic() > deadline_s:
+                return None
             time.sleep(0.01)
 
     def _kill(self) -> None:
