@@ -18,7 +18,7 @@ from datetime import timedelta
 from urllib.parse import urlsplit
 
 import torch
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from areal_gym.errors import TrainError
 from areal_gym.utils.markup import counted
@@ -46,16 +46,16 @@ class Meeting:
             TrainError: a rank did not come in time, or cannot be reached; names it, and its host.
         """
         deadline_s = time.monotonic() + self.timeout_s
-        store = self._open_store()
-        ours = PrefixStore("areal-gym", store)
+        ours = PrefixStore("areal-gym", self._open_store(listens=self.rank == 0))
         self._find_all(ours, deadline_s)
         # In the thread that looks after the devices, for each thread has a current one.
         placed = [torch.zeros(1, device=device) for device in devices]
 
         def connect() -> None:
-            # A store serves one thread at a time, and this one may have to be given up: a clone.
+            # A connection serves one thread at a time, and this one may have to be given up.
+            store = self._open_store(listens=False)
             torch.distributed.init_process_group(
-                backend, store=store.clone(), rank=self.rank, world_size=self.size
+                backend, store=store, rank=self.rank, world_size=self.size
             )
             for tensor in placed:
                 torch.distributed.all_reduce(tensor)
@@ -74,7 +74,7 @@ class Meeting:
                 f"not connected: {self._places(ours, late)}"
             )
 
-    def _open_store(self) -> Store:
+    def _open_store(self, *, listens: bool) -> Store:
         address = urlsplit(self.url)
         if address.scheme == "file":
             return FileStore(address.path, self.size)
@@ -84,7 +84,7 @@ class Meeting:
             return TCPStore(
                 address.hostname,
                 address.port,
-                is_master=self.rank == 0,
+                is_master=listens,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=self.timeout_s / 2),  # torch tries twice
             )
