@@ -28,7 +28,7 @@ _SHOWN = 8  # the most ranks that an error lists
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """Where and by when the ranks of a group meet, seen from one of them."""
+    """The place and the time by which the ranks of a group meet, as one of them sees it."""
 
     url: str
     """`tcp://HOST:PORT`, at which rank 0 listens, or `file://PATH` on one machine."""
