@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -153,11 +154,19 @@ class RunConfig(Settings):
                 f"{schedule.id!r} none of {end} steps to fall in: use fewer, or more steps"
             )
 
-    def scheduled_trainer(self) -> TrainerConfig:
-        """Return the trainer's settings with the end of its schedule: by default the last step."""
-        schedule = self.trainer.lr_schedule
+    def trainer_of_run(self, profiles: Path | None = None) -> TrainerConfig:
+        """Return the trainer's settings with what a run knows: its last step and its directory.
+
+        `profiles` is the run's directory of profiles; without one, nothing is profiled.
+        """
+        schedule, profile = self.trainer.lr_schedule, self.trainer.profile
         end = {"steps": schedule.steps or max(1, self.steps)}
-        return self.trainer.model_copy(update={"lr_schedule": schedule.model_copy(update=end)})
+        place = {"directory": profile.directory or str(profiles)} if profiles else {"steps": ()}
+        known = {
+            "lr_schedule": schedule.model_copy(update=end),
+            "profile": profile.model_copy(update=place),
+        }
+        return self.trainer.model_copy(update=known)
 
     def changed(self) -> dict[str, Any]:
         """Return, by dotted key, the settings that differ from the defaults of the objective and

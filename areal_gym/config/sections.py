@@ -16,6 +16,7 @@ from areal_gym.config.algorithm_settings import (
 from areal_gym.config.defaults import fill_in_trainer
 from areal_gym.config.optimizer_settings import LrScheduleConfig
 from areal_gym.config.parallel_settings import Layout, ParallelConfig
+from areal_gym.config.profile_settings import ProfileConfig
 from areal_gym.config.settings_model import Settings, Urls
 
 
@@ -232,6 +233,7 @@ class TrainerConfig(Settings):
     num_threads: int = Field(1, ge=1)
     """CPU threads of each rank."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+    profile: ProfileConfig = ProfileConfig()
     save_every: int = Field(20, ge=0)
     """Steps between checkpoints; 0 saves only at the end and when interrupted."""
     keep_checkpoints: int = Field(2, ge=1)

@@ -62,7 +62,7 @@ def simulate_step(config: RunConfig, model: PretrainedConfig) -> SimulatedStep:
     Raises:
         ConfigError: the model cannot be laid out like that, or the settings do not fit.
     """
-    settings = config.scheduled_trainer()
+    settings = config.trainer_of_run()
     sharding = fsdp.sharding_of(settings, settings.layout, torch.device("cpu"))
     with _fake_process_group(settings.num_ranks):
         mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -10,6 +10,7 @@
     tokenizer.json        the policy's tokenizer, so that token ids can be read
     checkpoints/          written by the trainer
     loggers/              a folder for each logger
+    profiles/             traces of the steps in trainer.profile.steps
     learning_curve.png    written at the end
     report.html           written at the end: a shareable one-page report
     summary.json          written at the end: a run without it has not finished
@@ -49,6 +50,7 @@ class RunFiles:
         self.tokenizer_file = path / "tokenizer.json"
         self.checkpoints_dir = path / "checkpoints"
         self.loggers_dir = path / "loggers"
+        self.profiles_dir = path / "profiles"
         self.learning_curve_file = path / "learning_curve.png"
         self.report_file = path / "report.html"
         self.summary_file = path / "summary.json"

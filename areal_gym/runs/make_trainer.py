@@ -22,12 +22,18 @@ _Trainer = TypeVar("_Trainer")
 
 
 def make_trainer(
-    config: RunConfig, policy: Path, *, initial: Path | None = None, cluster: Cluster | None = None
+    config: RunConfig,
+    policy: Path,
+    *,
+    initial: Path | None = None,
+    cluster: Cluster | None = None,
+    profiles: Path | None = None,
 ) -> GroupTrainer:
     """Make the trainer of the settings, which trains on groups; end it with `close_trainer`.
 
     It starts with the weights of the checkpoint `policy`; `initial` is the policy that the run
     began with, when it goes on from a later one. On a `cluster`, its ranks become Ray actors.
+    Without a directory of `profiles`, none are made.
 
     Raises:
         ConfigError: the settings do not fit the trainer.
@@ -39,7 +45,7 @@ def make_trainer(
     try_loss(loss, settings)
     trainer_class: Callable[..., GroupTrainer] = plugins.load("trainers", settings.id)
     return _placed(
-        *(config, cluster, trainer_class, policy, initial or policy),
+        *(config, cluster, trainer_class, policy, initial or policy, profiles),
         advantage=plugins.load("advantages", settings.advantage),
         loss=loss,
         temperature=config.rollout.temperature,
@@ -49,7 +55,7 @@ def make_trainer(
 
 
 def make_supervised_trainer(
-    config: RunConfig, policy: Path, *, initial: Path, cluster: Cluster | None
+    config: RunConfig, policy: Path, *, initial: Path, cluster: Cluster | None, profiles: Path
 ) -> ExampleTrainer:
     """Make the trainer of objective sft, dpo or rm; arguments and errors as in `make_trainer`."""
     from areal_gym.trainer.objectives.dpo import Dpo
@@ -61,7 +67,7 @@ def make_supervised_trainer(
         objective = BradleyTerry()
     elif config.objective == "dpo":
         objective = Dpo(initial.absolute(), kind=config.dpo.kind, beta=config.dpo.beta)
-    return _placed(config, cluster, Supervised, policy, initial, objective=objective)
+    return _placed(config, cluster, Supervised, policy, initial, profiles, objective=objective)
 
 
 def _placed(
@@ -70,14 +76,14 @@ def _placed(
     trainer_class: Callable[..., _Trainer],
     policy: Path,
     initial: Path,
+    profiles: Path | None,
     **arguments: Any,
 ) -> _Trainer | RemoteTrainer:
     """Make a trainer where the settings want it: here, in other processes, or on the cluster."""
     from areal_gym.models.backend import ModelLoader
     from areal_gym.models.device import pick_device
 
-    settings = config.scheduled_trainer()
-    device = pick_device(settings.device)
+    settings = config.trainer_of_run(profiles)
     source = policy if settings.lora is None else initial  # a checkpoint has the adapter merged
     loader = ModelLoader(
         backend=config.model.backend,
@@ -88,6 +94,7 @@ def _placed(
         from areal_gym.distributed.ray_ranks import RayTrainer
 
         return RayTrainer(cluster, trainer_class, source, settings, loader=loader, **arguments)
+    device = pick_device(settings.device, "trainer.device")
     has_rollouts = config.objective not in SUPERVISED
     overlaps = has_rollouts and config.rollout.max_staleness > 0 and device.type == "cpu"
     is_apart = settings.runs_in == "process" or (settings.runs_in == "auto" and overlaps)

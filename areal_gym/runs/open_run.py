@@ -43,7 +43,13 @@ async def open_supervised(stack: AsyncExitStack, prepared: PreparedRun) -> RunCo
     """
     config, policy = prepared.config, prepared.policy
     cluster, thread = await _begin(stack, prepared)
-    trainer = make_supervised_trainer(config, prepared.source, initial=policy, cluster=cluster)
+    trainer = make_supervised_trainer(
+        config,
+        prepared.source,
+        initial=policy,
+        cluster=cluster,
+        profiles=prepared.directory.profiles_dir.absolute(),
+    )
     _restore(stack, prepared, trainer, thread)
     _write_settings(prepared)
     _announce_start(prepared)
@@ -66,7 +72,13 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
     config, display, components = prepared.config, prepared.display, prepared.components
     assert components is not None
     cluster, thread = await _begin(stack, prepared)
-    trainer = make_trainer(config, prepared.source, initial=prepared.policy, cluster=cluster)
+    trainer = make_trainer(
+        config,
+        prepared.source,
+        initial=prepared.policy,
+        cluster=cluster,
+        profiles=prepared.directory.profiles_dir.absolute(),
+    )
     rollout_state = _restore(stack, prepared, trainer, thread)
     # Adapters are published beside the base weights, which servers keep.
     served = prepared.policy if config.trainer.weight_sync.id == "lora" else prepared.source

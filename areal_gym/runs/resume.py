@@ -16,7 +16,8 @@ SILENT = (
     *("engine.num_threads", "engine.url", "teacher.url", "trainer.compile", "trainer.cpu_offload"),
     *("trainer.device", "trainer.num_ranks", "trainer.parallel", "trainer.num_threads"),
     *("trainer.connect_timeout_s", "trainer.max_restarts", "trainer.recompute_layers"),
-    *("trainer.runs_in", "trainer.tokens_per_microbatch", "trainer.weight_sync"),
+    *("trainer.profile", "trainer.runs_in", "trainer.tokens_per_microbatch"),
+    "trainer.weight_sync",
     *("rollout.episode_timeout_s", "rollout.max_failure_rate", "rollout.max_in_flight"),
     "rollout.max_retries",
     # The weights that the run began with are compared by their hash, wherever they lie.

@@ -29,6 +29,7 @@ from areal_gym.trainer.parallel.fsdp import (
 )
 from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.trainer.states import StateFiles, below, prefixed, room_for_moments, saved_tensors
+from areal_gym.trainer.step_profiler import StepProfiler
 from areal_gym.trainer.weight_sync.rank_tasks import RankSide, RankTask, cast, cast_all
 
 _T = TypeVar("_T")
@@ -59,6 +60,7 @@ class PolicyTrainer:
         self.num_steps = 0
         self._ranks = ranks
         self._device = next(decoder.parameters()).device
+        self.profiler = StepProfiler(config, self._device, ranks.rank)
         self._files = StateFiles(ranks)
         self._num_bad = 0
         self._kept: dict[str, Any] = {}

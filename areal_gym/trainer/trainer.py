@@ -58,6 +58,7 @@ from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.policy_trainer import PolicyTrainer
 from areal_gym.trainer.row_passes import RowPasses
 from areal_gym.trainer.states import below, prefixed, room_for_moments
+from areal_gym.trainer.step_profiler import profiled
 from areal_gym.trainer.step_stats import Step, StepStats, expert_metrics, router_agreement
 from areal_gym.types import Group
 
@@ -130,6 +131,7 @@ class Trainer(PolicyTrainer):
         """Take ratios against the trainer's own log-probabilities where the setting is "auto"."""
         self._engine_rounds = True
 
+    @profiled
     @readable_memory_errors()
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
         """Train once on scored groups, in any order, and return the metrics.

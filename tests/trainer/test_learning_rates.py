@@ -79,9 +79,9 @@ def test_factors_are_those_of_transformers(schedule, min_ratio, warmup):
 def test_run_gives_the_schedule_its_number_of_steps():
     config = load_config(overrides=["steps=40", "trainer.lr_schedule=cosine"])
     assert config.trainer.lr_schedule.steps is None
-    assert config.scheduled_trainer().lr_schedule.steps == 40
+    assert config.trainer_of_run().lr_schedule.steps == 40
     fixed = load_config(overrides=["steps=40", "trainer.lr_schedule={id: wsd, steps: 30}"])
-    assert fixed.scheduled_trainer().lr_schedule.steps == 30
+    assert fixed.trainer_of_run().lr_schedule.steps == 30
     with pytest.raises(ConfigError, match="needs the number of steps"):
         Supervised(tiny_decoder(), settings_of("cosine"), objective=Sft())
 

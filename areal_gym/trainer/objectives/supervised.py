@@ -29,6 +29,7 @@ from areal_gym.trainer.out_of_memory import readable_memory_errors
 from areal_gym.trainer.parallel.fsdp import autocast, drop_gathered
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.policy_trainer import PolicyTrainer
+from areal_gym.trainer.step_profiler import profiled
 
 Freeze = Callable[[PolicyModel | Path], PolicyModel]
 """Loads a policy where a directory is given, and places it, frozen, beside the one in training."""
@@ -117,6 +118,7 @@ class Supervised(PolicyTrainer):
         objective.prepare(self._frozen)
         self._prepare_training(objective.heads)
 
+    @profiled
     @readable_memory_errors()
     def step(
         self, batch: Sequence[Example], version: int = 0, *, scale: float = 1.0
