@@ -25,6 +25,7 @@ __all__ = [
     "RejoinedEngine",
     "RemoteEngine",
     "SamplingParams",
+    "ServerListEngine",
     "SnapshotEngine",
     "StreamingEngine",
     "TakeOverEngine",
@@ -309,3 +310,12 @@ class RemoteEngine(Engine, Protocol):
         Raises:
             EngineError: no server took the new weights.
         """
+
+
+@runtime_checkable
+class ServerListEngine(RemoteEngine, Protocol):
+    """An engine that tells which servers it has."""
+
+    @property
+    def server_urls(self) -> Sequence[str]:
+        """The base URLs of all servers, lost ones too."""

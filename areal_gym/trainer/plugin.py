@@ -33,6 +33,7 @@ _WEIGHT_SYNCS = (
     ("disk", "disk:DiskWeightSync", "safetensors files in a directory shared with the servers"),
     ("tensor", "tensor:TensorWeightSync", "in request bodies, as flat buckets"),
     ("distributed", "distributed:DistributedWeightSync", "broadcast over NCCL or gloo"),
+    ("delta", "delta:DeltaWeightSync", "changed bytes, to a relay beside each server"),
     (
         "lora",
         "adapters:LoraWeightSync",

@@ -215,6 +215,11 @@ class SGLangEngine(TurnSampler):
 
     # ---- publication --------------------------------------------------------------------------
 
+    @property
+    def server_urls(self) -> Sequence[str]:
+        """The base URLs of all servers, lost ones too."""
+        return [state.client.url for state in self.servers]
+
     def updating(
         self, version: int, *, must_abort: bool = False
     ) -> AbstractAsyncContextManager[Sequence[WeightServer]]:
