@@ -11,6 +11,7 @@ from conftest import running_server
 from areal_gym.config import PluginConfig, TrainerConfig
 from areal_gym.engines.sglang.fake_tensors import read_weights
 from areal_gym.engines.sglang.server_client import RefusedError, ServerClient
+from areal_gym.engines.weight_relay import WeightRelay
 from areal_gym.errors import EngineError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, weight_files
 from areal_gym.trainer.algorithms.advantages import grpo
@@ -86,6 +87,34 @@ def test_ranks_publish_bit_for_bit_what_one_process_publishes(
                 assert set((await ask(engine)).versions) == {version + 1}
                 assert await checksums(server) == expected
             await sync.aclose()
+            await plain.aclose()
+
+    asyncio.run(play())
+
+
+def test_delta_gives_servers_the_same_bits(server, policies, two_ranks, tmp_path):
+    async def play():
+        async with (
+            engine_over(policies[0], server) as engine,
+            WeightRelay(tmp_path / "relay") as relay,
+        ):
+            plain = sync_of(engine, "disk", tmp_path / "plain", dtype="bfloat16")
+            port = int(relay.url.rpartition(":")[2])
+            sync = sync_of(engine, "delta", tmp_path / "unused", relay_port=port)
+            for version in (1, 3, 5):
+                two_ranks.step(batch(version), version)
+                await plain.publish(dict(two_ranks.weights()).items(), version)
+                expected = await checksums(server)
+                await plain.publish(load_checkpoint(policies[1]).state_dict().items(), version)
+                assert expected is None or expected != await checksums(server)
+                await sync.publish(TrainerWeights(two_ranks), version + 1)
+                assert set((await ask(engine)).versions) == {version + 1}
+                assert await checksums(server) == expected
+                if version == 1:
+                    assert sync.last.num_changed == sync.last.num_weights
+                    assert len(list(relay.directory.glob("part-*"))) == 2  # one of each rank
+                else:
+                    assert 0 < sync.last.num_changed < sync.last.num_weights
             await plain.aclose()
 
     asyncio.run(play())

@@ -1,6 +1,9 @@
 """Relays get what has changed, or all of it when they have another base; never half of it."""
 
 import asyncio
+import re
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 
 import pytest
@@ -200,6 +203,26 @@ def test_relay_refuses_a_directory_with_other_weights(tmp_path):
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"holds other weights: model\.safetensors"):
         WeightRelay(tmp_path)
+
+
+def test_relay_is_a_program(tmp_path):
+    command = [sys.executable, "-m", "areal_gym.engines.weight_relay", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--directory", tmp_path / "new"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        line = process.stdout.readline().strip()
+        url = re.search(r"changes at (http://127.0.0.1:\d+)$", line)[1]
+        state = request("GET", url, "/weights", timeout_s=5)
+        assert state == {"id": None, "directory": str(tmp_path / "new")}
+        process.terminate()
+        assert process.wait(20) == 0
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    refused = subprocess.run(
+        [*command, "--directory", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 2
+    assert "holds other weights" in refused.stderr
+    assert "--directory DIR" in refused.stderr
 
 
 def test_settings_that_make_no_sense_are_refused(tmp_path):

@@ -39,7 +39,8 @@ class TensorWeightSync:
     Args:
         engine: an engine with servers.
         directory: not used.
-        bucket_mb: the size of a bucket, in 10^6 bytes; about four copies are in memory.
+        bucket_mb: the size of a bucket, in 10^6 bytes; about four copies are in memory. Pickling a
+            bucket holds Python's lock, so that a trainer in a thread wants small ones.
         dtype: the type that is sent ("bfloat16" halves it); that of the weights by default.
     """
 
@@ -48,7 +49,7 @@ class TensorWeightSync:
         engine: Engine,
         *,
         directory: Path | None = None,
-        bucket_mb: float = 100,
+        bucket_mb: float = 32,
         dtype: str | None = None,
     ) -> None:
         self._engine = require_remote(engine, "tensor")
