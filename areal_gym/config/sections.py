@@ -82,7 +82,8 @@ class EngineConfig(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of the engine."""
     device: str = "auto"
-    """"auto" takes CUDA when there is one."""
+    """"auto" takes the accelerator that torch sees, otherwise the CPU; "accelerator" fails without
+    one; "cpu", or torch's name of an accelerator, which `areal-gym doctor` shows."""
     num_threads: int = Field(1, ge=1)
     """CPU threads of the engine; one is fastest for small models."""
 
@@ -208,7 +209,7 @@ class TrainerConfig(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights and optimizer states are always float32."""
     device: str = "auto"
-    """"auto" takes CUDA when there is one."""
+    """As engine.device: "auto", "accelerator", "cpu", or the name of what torch sees."""
     num_ranks: int = Field(1, ge=1)
     """Processes that train together, one per GPU; `parallel` says how they share the model."""
     parallel: ParallelConfig = ParallelConfig()

@@ -34,7 +34,7 @@ class Cluster:
     """A run's places on a Ray cluster, by role and number."""
 
     device: str
-    """The device of the ranks: "cpu" or "cuda"."""
+    """The device of the ranks: "cpu", or an accelerator."""
     host: str
     """The address of this machine, as others see it."""
     _group: Any
@@ -88,7 +88,7 @@ async def open_cluster(
         if device == "auto":
             num_servers, gpus_each = config.cluster.servers, config.cluster.gpus_per_server
             num_gpus = config.trainer.num_ranks + num_servers * gpus_each
-            device = "cuda" if ray.cluster_resources().get("GPU", 0) >= num_gpus else "cpu"
+            device = "accelerator" if ray.cluster_resources().get("GPU", 0) >= num_gpus else "cpu"
         bundles = _bundles_of(config, device)
         group = await _reserve([bundle for _, bundle in bundles], timeout_s)
         try:
@@ -147,7 +147,7 @@ def _bundles_of(config: RunConfig, device: str) -> list[tuple[Role, Mapping[str,
     cluster, trainer = config.cluster, config.trainer
     num_ranks = 0 if trainer.runs_in == "thread" else trainer.num_ranks
     wanted: tuple[tuple[Role, int, int], ...] = (
-        ("rank", num_ranks, int(device == "cuda")),
+        ("rank", num_ranks, int(device != "cpu")),
         ("server", cluster.servers, cluster.gpus_per_server),
         ("worker", cluster.rollout_workers, 0),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.errors import ConfigError
 
 ACCELERATOR = "accelerator"
 """Stands for whatever accelerator there is; without one, an error."""
@@ -60,12 +60,11 @@ def pick_device(name: str, setting: str = "device") -> torch.device:
             return torch.device("cpu")
         if device.type == kind and (device.index or 0) < device_count():
             return device
-    there = ["cpu"] if kind is None else ["cpu", kind]
     shown = "cpu" if kind is None else f"cpu, {kind} (number: {device_count()})"
     raise ConfigError(
         f"{setting} = {name!r}: there is no such device here",
         hints=[
-            did_you_mean(name, there) or f"available: {shown}",
+            f"available: {shown}",
             f"{setting}=auto takes the accelerator if there is one, otherwise the CPU",
         ],
     )
@@ -76,8 +75,26 @@ def is_accelerator(device: torch.device | str) -> bool:
     return torch.device(device).type != "cpu"
 
 
+def collectives_of(kind: str) -> str | None:
+    """Return the backend of collectives between devices of a type: nccl, xccl, hccl, gloo, ..."""
+    return torch.distributed.Backend.default_device_backend_map.get(kind)
+
+
+def servers_of(kind: str) -> str | None:
+    """Return the servers whose own documentation names devices of a type."""
+    return "SGLang and vLLM" if kind in ("cpu", "cuda", "xpu", "npu") else None
+
+
+def build_of(kind: str) -> str:
+    """Return what torch was built with for devices of a type."""
+    if kind != "cuda":
+        return f"torch {torch.__version__}"
+    rocm = torch.version.hip
+    return f"ROCm {rocm}" if rocm else f"CUDA {torch.version.cuda}"
+
+
 def process_group_backend(device: torch.device | str, *, offloads: bool = False) -> str:
-    """Return the backend of collectives between such devices: nccl, xccl, hccl, gloo, ...
+    """Return the backend of collectives between such devices (`collectives_of`).
 
     With weights in the host's memory (`offloads`), the host's part goes by gloo.
 
@@ -85,7 +102,7 @@ def process_group_backend(device: torch.device | str, *, offloads: bool = False)
         ConfigError: torch knows none for the device.
     """
     kind = torch.device(device).type
-    backend = torch.distributed.Backend.default_device_backend_map.get(kind)
+    backend = collectives_of(kind)
     if backend is None:
         raise ConfigError(
             f"torch {torch.__version__} has no collectives for the device {kind!r}",
@@ -135,6 +152,14 @@ def has_fused_adamw(device: torch.device) -> bool:
     from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
     return device.type in _get_fused_kernels_supported_devices()
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether the device computes in bfloat16."""
+    with suppress(RuntimeError, TypeError, NotImplementedError):
+        one = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
+        return float((one @ one).item()) == 1.0
+    return False
 
 
 def has_varlen_attention(device: torch.device) -> bool:

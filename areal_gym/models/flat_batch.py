@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from areal_gym.models.device import has_varlen_attention
 from areal_gym.models.tiny.attend import Attend, masked_softmax
 from areal_gym.models.tiny.kernels.attention_kernels import attend, has_kernel
 
@@ -255,11 +256,10 @@ def causal_attend(lengths: Sequence[int]) -> Attend:
 def fits_kernel(v_NKD: Tensor, softcap: float | None) -> bool:
     """Return whether the kernel supports these: on a GPU, in 16 bits, without soft caps."""
     return bool(
-        v_NKD.is_cuda
-        and v_NKD.dtype in (torch.float16, torch.bfloat16)
+        v_NKD.dtype in (torch.float16, torch.bfloat16)
         and softcap is None
         and v_NKD.shape[-1] <= _MAX_HEAD_DIM
-        and torch.cuda.get_device_capability(v_NKD.device) >= (8, 0)
+        and has_varlen_attention(v_NKD.device)
         and _kernel()
     )
 

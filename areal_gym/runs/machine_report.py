@@ -114,12 +114,17 @@ def _gpu() -> Finding:
         return Finding("gpu", False, "not looked for: torch is not installed")
     import torch
 
-    if not torch.cuda.is_available():
+    from areal_gym.models.accelerator_facts import accelerator_facts
+
+    facts = accelerator_facts()
+    if facts is None:
         detail = f"none that torch {torch.__version__} can use; training is on CPU"
         return Finding("gpu", False, detail)
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    names = [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GB" for gpu in gpus]
-    return Finding("gpu", True, "; ".join(names))
+    lacks = facts.lacks()
+    detail = f"{facts.kind} ({facts.build}): {'; '.join(facts.devices)}"
+    detail += f"; collectives: {facts.collectives or 'none'}"
+    detail += f"; lacks {', '.join(lacks)}" if lacks else "; has all that areal-gym can use"
+    return Finding("gpu", True, detail)
 
 
 _NOT_PROMISED = {

@@ -112,10 +112,10 @@ def _placed(
 
 
 def _require_devices(device: torch.device, num_ranks: int) -> None:
-    import torch
+    from areal_gym.models.device import device_count, is_accelerator
 
-    if device.type == "cuda" and num_ranks > torch.cuda.device_count():
+    if is_accelerator(device) and num_ranks > device_count():
         raise ConfigError(
-            f"trainer.num_ranks = {num_ranks}, but there are {torch.cuda.device_count()} GPUs",
+            f"trainer.num_ranks = {num_ranks}, but there are {device_count()} GPUs",
             hints=["one rank per GPU; trainer.device=cpu trains on the CPU"],
         )

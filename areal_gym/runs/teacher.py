@@ -46,7 +46,7 @@ async def open_teacher(config: RunConfig, policy: Path) -> AsyncIterator[Teacher
     trainer, model = config.trainer, config.model
     loader = ModelLoader(backend=model.backend, trusts_code=model.trust_remote_code)
     teacher = LocalTeacher(
-        loader.load(directory, device=pick_device(trainer.device)),
+        loader.load(directory, device=pick_device(trainer.device, "trainer.device")),
         tokens_per_microbatch=trainer.tokens_per_microbatch,
         num_threads=trainer.num_threads,
     )

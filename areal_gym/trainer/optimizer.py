@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.models.device import has_fused_adamw
 from areal_gym.trainer.adamw_8bit import adamw_8bit, allocate_moments, stored
 from areal_gym.trainer.parallel.fsdp import by_mesh, clip_gradients
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
@@ -45,7 +46,7 @@ class Optimizer:
                 groups,
                 betas=config.betas,
                 weight_decay=config.weight_decay,
-                fused=all(p.device.type in ("cpu", "cuda") for p in rest.values()),
+                fused=all(has_fused_adamw(p.device) for p in rest.values()),
             )
         if matrices:
             self._optimizers["muon"] = torch.optim.Muon(

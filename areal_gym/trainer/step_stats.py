@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from areal_gym.models.device import device_name, peak_memory, reset_peak_memory
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.flops import peak_flops, training_flops
 from areal_gym.models.policy_model import Shape
@@ -28,8 +29,7 @@ class StepStats:
     def __init__(self, shape: Shape, device: torch.device, dtype: str) -> None:
         self._shape, self._device, self._dtype = shape, device, dtype
         self._counts: Counter[str] = Counter()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        reset_peak_memory(device)
 
     def add(self, batch: PackedBatch, num_trained: int) -> None:
         """Count a micro-batch that goes forward and backward and trains `num_trained` tokens."""
@@ -63,13 +63,13 @@ class StepStats:
             "train/tokens_per_s": counts["tokens"] / seconds,
             "train/model_tflops_per_s": flops / seconds / 1e12,
         }
-        if self._device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(self._device), self._dtype)
-            if peak is not None:
-                metrics["train/mfu"] = flops / seconds / (peak * ranks.size)
-            allocated = torch.cuda.max_memory_allocated(self._device)
+        peak = peak_flops(device_name(self._device), self._dtype)
+        if peak is not None:
+            metrics["train/mfu"] = flops / seconds / (peak * ranks.size)
+        if (held := peak_memory(self._device)) is not None:
+            allocated, reserved = held
             metrics["memory/gpu_peak_mb"] = allocated / 1e6
-            metrics["memory/gpu_reserved_mb"] = torch.cuda.memory_reserved(self._device) / 1e6
+            metrics["memory/gpu_reserved_mb"] = reserved / 1e6
         return metrics
 
 

@@ -92,7 +92,7 @@ class CacheLayout:
         """Make the layout of settings; raise ConfigError for an unknown type or device."""
         if dtype not in _DTYPES:
             raise ConfigError(f"unknown dtype {dtype!r}; available: {', '.join(_DTYPES)}")
-        return cls(num_rows, max_context, _DTYPES[dtype], pick_device(device))
+        return cls(num_rows, max_context, _DTYPES[dtype], pick_device(device, "engine.device"))
 
 
 class CachedNetwork(Protocol):

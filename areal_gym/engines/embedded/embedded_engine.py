@@ -46,7 +46,7 @@ class EmbeddedEngine:
         num_slots: the number of sequences sampled at once.
         max_context: tokens of one sequence, prompt included.
         dtype: "float32" or "bfloat16".
-        device: "auto" takes CUDA if available.
+        device: "auto" takes the accelerator if there is one.
         num_threads: CPU threads of the engine's thread.
     """
 

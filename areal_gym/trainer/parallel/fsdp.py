@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from areal_gym.config import Layout, TrainerConfig
 from areal_gym.errors import ConfigError
 from areal_gym.models.backend import AUTO, ModelLoader
+from areal_gym.models.device import is_accelerator
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.batch.bins import Row
@@ -92,7 +93,7 @@ def sharding_of(config: TrainerConfig, layout: Layout, device: torch.device) -> 
     return Sharding(
         layout=layout,
         computes_in_bfloat16=config.dtype == "bfloat16",
-        offloads=config.cpu_offload and device.type == "cuda",
+        offloads=config.cpu_offload and is_accelerator(device),
     )
 
 
@@ -221,7 +222,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, ranks: Ranks =
 def _fsdp_options(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     device = next(module.parameters()).device.type
     offload = OffloadPolicy()
-    if config.cpu_offload and device == "cuda":
+    if config.cpu_offload and is_accelerator(device):
         offload = CPUOffloadPolicy()
     precision = MixedPrecisionPolicy()
     if config.dtype == "bfloat16":

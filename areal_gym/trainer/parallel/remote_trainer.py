@@ -20,6 +20,12 @@ from torch import Tensor
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, GymError, TrainError
 from areal_gym.models.backend import ModelLoader
+from areal_gym.models.device import (
+    is_accelerator,
+    pick_device,
+    process_group_backend,
+    use_device_of_rank,
+)
 from areal_gym.models.stored_types import read_stored_types
 from areal_gym.models.tiny.checkpoint_files import weight_files
 from areal_gym.trainer.batch.examples import Example
@@ -156,7 +162,7 @@ class TrainerRecipe:
     loader: ModelLoader
     config: TrainerConfig
     device: str
-    """"cpu" or "cuda"; a process that sees several GPUs takes the one of its rank."""
+    """"cpu", or an accelerator; a process that sees several takes the one of its rank."""
     meeting: str
     """URL by which the ranks find each other (see `process_group.Meeting`)."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -177,7 +183,7 @@ class Serving:
     def __init__(
         self, recipe: TrainerRecipe, rank: int, tell: Callable[[BaseException | None], None]
     ) -> None:
-        config, is_on_gpu = recipe.config, recipe.device == "cuda"
+        config, device = recipe.config, pick_device(recipe.device, "trainer.device")
         torch.set_num_threads(config.num_threads)
         if not recipe.policy.is_dir():
             raise ConfigError(
@@ -187,22 +193,20 @@ class Serving:
             )
         arguments, ranks = dict(recipe.arguments), ALONE
         if config.num_ranks > 1:
-            if is_on_gpu:
-                torch.cuda.set_device(rank % torch.cuda.device_count())
-                os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # for transformers
-            backend = "nccl" if is_on_gpu else "gloo"
-            if is_on_gpu and config.cpu_offload:
-                backend = "cpu:gloo,cuda:nccl"  # the gradients' norm is summed where they are
+            if is_accelerator(device):
+                os.environ["LOCAL_RANK"] = str(use_device_of_rank(rank))  # for transformers
+            # With offloading, the gradients' norm is summed where they are.
+            backend = process_group_backend(device, offloads=config.cpu_offload)
             meeting = Meeting(
                 url=recipe.meeting,
                 rank=rank,
                 size=config.num_ranks,
                 timeout_s=config.connect_timeout_s,
             )
-            meeting.join(backend, ["cuda", "cpu"] if "cpu:" in backend else [recipe.device])
-            arguments["ranks"] = ranks = Ranks(rank, config.layout, recipe.device)
+            meeting.join(backend, [device, "cpu"] if "cpu:" in backend else [device])
+            arguments["ranks"] = ranks = Ranks(rank, config.layout, device.type)
         decoder = load_for_training(
-            recipe.policy, config, ranks, device=recipe.device, loader=recipe.loader
+            recipe.policy, config, ranks, device=device, loader=recipe.loader
         )
         self._is_writer = rank == 0
         self._tell = tell

@@ -45,7 +45,7 @@ _END_S = 10.0
 
 
 class ProcessTrainer(RemoteTrainer):
-    """A trainer in `config.num_ranks` child processes; with `device="cuda"`, worker i takes GPU i.
+    """A trainer in `config.num_ranks` child processes; worker i takes accelerator i, if any.
 
     Each worker calls `trainer_class`, importable by name, with further `arguments`. It starts from
     the checkpoint `policy`, which `loader` reads.
