@@ -194,7 +194,8 @@ async def _begin(
     from areal_gym.trainer.update import TrainerThread
 
     stack.callback(prepared.loggers.close)
-    cluster = await stack.enter_async_context(open_cluster(prepared.config))
+    say = prepared.display.say
+    cluster = await stack.enter_async_context(open_cluster(prepared.config, say=say))
     return cluster, TrainerThread(prepared.config.trainer.num_threads)
 
 
