@@ -84,6 +84,7 @@ class RunConfig(Settings):
         self._check_schedule()
         self._check_deterministic()
         self._check_cluster()
+        self._check_colocation()
         if rollout.max_new_tokens >= self.engine.max_context:
             raise ValueError(
                 f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in "
@@ -194,6 +195,20 @@ class RunConfig(Settings):
     def label(self) -> str:
         """The first part of the names of its runs, before the date."""
         return self.env.id if self.objective == "rl" else f"{self.objective}-{self.env.id}"
+
+    def _check_colocation(self) -> None:
+        if not self.trainer.colocate:
+            return
+        if self.engine.id == "embedded" or self.objective in SUPERVISED:
+            raise ValueError(
+                "trainer.colocate = true: servers and trainer take turns on the same GPUs, and "
+                "this run has no servers; leave trainer.colocate at false, or use engine.id=sglang"
+            )
+        if self.trainer.weight_sync.id == "distributed":
+            raise ValueError(
+                "trainer.colocate = true with trainer.weight_sync = 'distributed': NCCL joins no "
+                "two processes on one GPU; use trainer.weight_sync=disk or tensor (or lora)"
+            )
 
     def _check_cluster(self) -> None:
         cluster = self.cluster

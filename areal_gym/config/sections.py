@@ -228,6 +228,9 @@ class TrainerConfig(Settings):
     C++ compiler."""
     cpu_offload: bool = False
     """With several ranks on GPUs: keep weights and optimizer states in host memory."""
+    colocate: bool = False
+    """Servers and trainer use the same GPUs in turns: servers give their memory back while the
+    trainer works; its weights and optimizer states lie in host memory while they sample."""
     runs_in: Literal["auto", "thread", "process"] = "auto"
     """"process" trains in a child process, apart from the rollouts; "auto" does so when the two
     overlap (rollout.max_staleness above 0) and the trainer is on a CPU."""

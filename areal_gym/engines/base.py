@@ -290,6 +290,26 @@ def adapter_name(version: int) -> str:
 
 
 @runtime_checkable
+class SleepingEngine(Protocol):
+    """An engine whose servers can release the memory of GPUs that the trainer uses, too."""
+
+    is_asleep: bool
+    """Whether they have released it, and requests wait."""
+
+    def require_sleep(self) -> None:
+        """Raise ConfigError if a server cannot release its memory."""
+
+    async def sleep(self, *, keeps_weights: bool = False) -> None:
+        """Interrupt generation, and release the memory of the cache and, or not, of the weights.
+
+        The next publication brings the weights back; requests go on after `wake_up`.
+        """
+
+    async def wake_up(self) -> None:
+        """Take all memory again, and go on with what was interrupted. Idempotent."""
+
+
+@runtime_checkable
 class RemoteEngine(Engine, Protocol):
     """An engine whose weights live in other processes; weight syncs bring new ones there."""
 

@@ -162,6 +162,7 @@ class EngineServer:
         return {
             "model_path": self.model_path,
             "version": f"areal-gym {__version__}",
+            "device": "cpu",
             "context_length": None,
             "max_req_input_len": self.engine.max_context - _PROMPT_MARGIN,
             "enable_deterministic_inference": True,

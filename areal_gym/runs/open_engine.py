@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import re
 import shlex
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.engines.checkpoint_config import vocab_size_of
+from areal_gym.engines.sglang.launch import MEMORY_FLAG
 from areal_gym.errors import ConfigError, GymError, PluginError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.runs.components import check_types
@@ -62,11 +63,20 @@ def _engine_settings(config: RunConfig) -> EngineConfig:
         if config.cluster.rollout_workers:
             # Servers that several processes call must make them wait by themselves.
             more["interrupt"] = "retract"
-        if config.trainer.routing_replay and not settings.url:
+        if not settings.url:
             given = settings.kwargs.get("server_args", ())
-            arguments = shlex.split(given) if isinstance(given, str) else given
-            more["server_args"] = [*arguments, EXPERTS_FLAG]
+            arguments = shlex.split(given) if isinstance(given, str) else list(given)
+            if config.trainer.routing_replay:
+                arguments.append(EXPERTS_FLAG)
+            if config.trainer.colocate and not _is_for_cpus(arguments):
+                arguments.append(MEMORY_FLAG)
+            more["server_args"] = arguments
     return settings.model_copy(update={"kwargs": {**settings.kwargs, **more}})
+
+
+def _is_for_cpus(server_args: Sequence[str]) -> bool:
+    joined = " ".join(server_args)
+    return "--device cpu" in joined or "--device=cpu" in joined
 
 
 def _make_engine(engine_class: Any, policy: Path, settings: EngineConfig) -> Engine:

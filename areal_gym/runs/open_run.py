@@ -66,6 +66,7 @@ async def open_supervised(stack: AsyncExitStack, prepared: PreparedRun) -> RunCo
 
 async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunContext[Group]:
     """Start trainer, engine, gateway and rollout workers; else as `open_supervised`."""
+    from areal_gym.trainer.colocation import SharedGpus
     from areal_gym.trainer.update import WeightPublisher
     from areal_gym.trainer.weight_sync import make_weight_sync, takes_adapter
 
@@ -80,11 +81,18 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
         profiles=prepared.directory.profiles_dir.absolute(),
     )
     rollout_state = _restore(stack, prepared, trainer, thread)
+    gpus: SharedGpus | None = None
+    if config.trainer.colocate:
+        has_adapter = config.trainer.weight_sync.id == "lora"
+        gpus = SharedGpus(trainer, thread, keeps_weights=has_adapter)
+        await gpus.give_to_servers()  # which measure what is free when they start
     # Adapters are published beside the base weights, which servers keep.
     served = prepared.policy if config.trainer.weight_sync.id == "lora" else prepared.source
     engine, renderer = await stack.enter_async_context(
         open_engine(config, served, cluster, display)
     )
+    if gpus is not None:
+        gpus.share_with(engine)
     teacher = await stack.enter_async_context(open_teacher(config, prepared.policy))
     weight_sync = make_weight_sync(
         engine,
@@ -93,10 +101,15 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
         lora=config.trainer.lora,
     )
     stack.push_async_callback(weight_sync.aclose)
-    publisher = WeightPublisher(weight_sync, trainer, engine, config.rollout.outage_patience_s)
+    patience_s = config.rollout.outage_patience_s
+    publisher = WeightPublisher(weight_sync, trainer, engine, patience_s, gpus)
     if prepared.step or (isinstance(engine, TakeOverEngine) and engine.take_over):
         await publisher.publish(prepared.step)
-    gap = await probe_engine(config, components, engine, renderer, trainer, display.say)
+    gap = await probe_engine(
+        config, components, engine, renderer, trainer, display.say, publisher.begin_step
+    )
+    if gpus is not None:
+        await publisher.publish(prepared.step)
     _write_settings(prepared)
     prepared.directory.add_provenance(engine_gap=asdict(gap))
     reports = await components.announce_sandboxes(display.say)

@@ -8,7 +8,7 @@ adapter that was never loaded, shows here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -59,9 +59,13 @@ async def probe_engine(
     renderer: Renderer,
     trainer: GroupTrainer,
     say: Callable[[str], None],
+    before_scoring: Callable[[], Awaitable[None]],
 ) -> LogprobGap:
-    """Raise ConfigError unless engine and trainer are the same model, before the first step."""
-    gap = await measure_gap(config, components, engine, renderer, trainer, say)
+    """Raise ConfigError unless engine and trainer are the same model, before the first step.
+
+    `before_scoring` gives the trainer the GPUs that it shares with the engine's servers.
+    """
+    gap = await measure_gap(config, components, engine, renderer, trainer, say, before_scoring)
     require_agreement(gap, config)
     say(f"engine and trainer agree: log-probabilities differ by {gap}")
     if line := keep_rounding_from_clips(gap.max, config, trainer):
@@ -79,6 +83,7 @@ async def measure_gap(
     renderer: Renderer,
     trainer: GroupTrainer,
     say: Callable[[str], None] | None = None,
+    before_scoring: Callable[[], Awaitable[None]] | None = None,
 ) -> LogprobGap:
     """Sample some turns at the run's temperature, score them with the trainer's weights.
 
@@ -145,6 +150,8 @@ async def measure_gap(
             ],
         )
     _require_experts(rows, config)
+    if before_scoring is not None:
+        await before_scoring()
     return _gap(rows, await asyncio.to_thread(trainer.score, rows))
 
 

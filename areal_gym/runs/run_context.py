@@ -157,6 +157,8 @@ class RunContext(Generic[_Item]):
 
     async def train_on(self, batch: Sequence[_Item], step: int) -> dict[str, float]:
         """Take the optimizer step, in the trainer's thread, and return its metrics."""
+        if self.publisher is not None:
+            await self.publisher.begin_step()
         try:
             return await self.trainer_thread.call(self.trainer.step, batch, step - 1)
         except NotFiniteError as error:

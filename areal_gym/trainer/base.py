@@ -106,6 +106,17 @@ class ClosableTrainer(Protocol):
         """Give them back. Idempotent."""
 
 
+@runtime_checkable
+class OffloadingTrainer(Protocol):
+    """A trainer that can leave its GPUs to servers for a while (`trainer.colocate`)."""
+
+    def offload(self) -> None:
+        """Move weights and optimizer states into host memory. Idempotent."""
+
+    def reload(self) -> None:
+        """Move them back; called before the next step. Idempotent."""
+
+
 def close_trainer(trainer: Trainer[Any]) -> None:
     """Close a trainer that has something to close."""
     if isinstance(trainer, ClosableTrainer):

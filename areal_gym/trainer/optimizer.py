@@ -76,6 +76,13 @@ class Optimizer:
         """The optimizers of torch."""
         return list(self._optimizers.values())
 
+    def move(self, device: torch.device) -> None:
+        """Move the states to a device; the parameters are the module's business."""
+        for optimizer in self._optimizers.values():
+            for tensors in optimizer.state.values():
+                for name, tensor in tensors.items():
+                    tensors[name] = tensor.to(device)
+
     def states(self) -> dict[str, Tensor]:
         """Return the live states, named like `adamw.PARAMETER.exp_avg`."""
         return {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
@@ -125,6 +125,16 @@ class PolicyTrainer:
 
             return self._files.submit(report)
 
+    def offload(self) -> None:
+        """Move weights and optimizer states into host memory, so that servers can use the GPU."""
+        self._move(torch.device("cpu"))
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+    def reload(self) -> None:
+        """Move them back to the GPU; must come before the next step."""
+        self._move(self._device)
+
     def load(self, directory: Path) -> None:
         """Continue where `save` was called, by as many ranks or by others.
 
@@ -141,6 +151,21 @@ class PolicyTrainer:
         states = self.states()
         self._files.load(states, directory)
         self.num_steps, self._num_bad = int(states["num_steps"]), int(states["num_bad"])
+
+    def _modules(self) -> list[nn.Module]:
+        """Return everything with weights."""
+        return [self.decoder]
+
+    def _every_optimizer(self) -> list[Optimizer]:
+        return [self._optimizer]
+
+    def _move(self, device: torch.device) -> None:
+        if self.config.cpu_offload:  # FSDP2 keeps all of it in host memory, and refuses
+            return
+        for module in self._modules():
+            module.to(device)
+        for optimizer in self._every_optimizer():
+            optimizer.move(device)
 
     def _allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
         self._optimizer.allocate(below("optimizer", saved))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
@@ -52,6 +52,7 @@ from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.chunked_logprobs import TokenScores
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.lora import adapter_weights
+from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.out_of_memory import readable_memory_errors
 from areal_gym.trainer.parallel.fsdp import autocast
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
@@ -243,6 +244,14 @@ class Trainer(PolicyTrainer):
         if self._critic is not None:
             states |= prefixed("critic", self._critic.states())
         return states
+
+    def _modules(self) -> list[nn.Module]:
+        frozen = [] if self._reference is None else [self._reference]
+        return [*super()._modules(), *frozen, *([] if self._critic is None else [self._critic])]
+
+    def _every_optimizer(self) -> list[Optimizer]:
+        critics = [] if self._critic is None else [self._critic.optimizer]
+        return [*super()._every_optimizer(), *critics]
 
     def _allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
         super()._allocate(saved)

@@ -20,6 +20,7 @@ import torch
 from areal_gym.engines.base import Engine, InterruptedEngine, RejoinedEngine
 from areal_gym.errors import EngineError, InfrastructureError
 from areal_gym.trainer.base import GroupTrainer, WeightSync
+from areal_gym.trainer.colocation import SharedGpus
 from areal_gym.trainer.weight_sync import weights_for
 
 _T = TypeVar("_T")
@@ -54,7 +55,8 @@ class TrainerThread:
 class WeightPublisher:
     """Publishes a trainer's weights to an engine, which may lose its servers for a while.
 
-    A publication waits `outage_patience_s` for a server to come back.
+    A publication waits `outage_patience_s` for a server to come back. `gpus` are those that the
+    servers share with the trainer, if they do.
     """
 
     def __init__(
@@ -63,14 +65,23 @@ class WeightPublisher:
         trainer: GroupTrainer,
         engine: Engine | None = None,
         outage_patience_s: float = 0.0,
+        gpus: SharedGpus | None = None,
     ) -> None:
         self._weight_sync = weight_sync
         self._trainer = trainer
         self._engine = engine
         self._patience_s = outage_patience_s
+        self._gpus = gpus
+
+    async def begin_step(self) -> None:
+        """Give the GPUs to the trainer, where servers use them, too."""
+        if self._gpus is not None:
+            await self._gpus.give_to_trainer()
 
     async def publish(self, version: int) -> None:
         """Publish the weights; when all servers are lost, again when one is back.
+
+        GPUs that the trainer shares with the servers are the servers' afterwards.
 
         Raises:
             EngineError: no server took the weights.
@@ -80,8 +91,7 @@ class WeightPublisher:
         since_s = clock()
         while True:
             try:
-                weights = weights_for(self._weight_sync, self._trainer)
-                await self._weight_sync.publish(weights, version)
+                await self._publish_once(version)
                 return
             except EngineError as error:
                 engine = self._engine
@@ -95,6 +105,14 @@ class WeightPublisher:
                         hints=error.hints,
                     ) from error
             await asyncio.sleep(_POLL_S)
+
+    async def _publish_once(self, version: int) -> None:
+        try:
+            weights = weights_for(self._weight_sync, self._trainer)
+            await self._weight_sync.publish(weights, version)
+        finally:
+            if self._gpus is not None:  # also when it failed: lost servers need room to start
+                await self._gpus.give_to_servers()
 
     async def publish_while(self, work: Coroutine[Any, Any, _T], version: int) -> _T:
         """Return the result of `work`; meanwhile, servers that come back get the weights again."""

@@ -234,7 +234,7 @@ def test_lora_adapters_are_policy_versions(server, policies, decoders, tmp_path)
             answer = await engine.servers[0].client.post(
                 "/unload_lora_adapter", {"lora_name": "policy-v2"}
             )
-            assert answer["loaded_adapters"] == {}
+            assert not {"policy-v1", "policy-v2"} & set(answer["loaded_adapters"])
             await sync.aclose()
             await base.aclose()
 

@@ -138,7 +138,9 @@ class EmbeddedEngine:
         return self._scheduler.stats
 
     async def start(self) -> None:
-        """Start the engine's thread."""
+        """Start the engine's thread. Idempotent."""
+        if self._thread is not None:
+            return
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="areal-gym-engine", daemon=True)
         self._thread.start()

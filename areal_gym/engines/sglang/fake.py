@@ -35,6 +35,8 @@ from areal_gym.engines.sglang.fake_weights import FakeWeights
 from areal_gym.types import FinishReason
 from areal_gym.utils.http_servers.aiohttp_site import Handler
 
+_MEMORY = ("weights", "kv_cache", "cuda_graph")
+
 
 class _Abort(Request):
     rid: str | None = None
@@ -43,6 +45,10 @@ class _Abort(Request):
 
 class _Pause(Request):
     mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class _Memory(Request):
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
 
 class FakeSGLangServer(FakeWeights):
@@ -89,6 +95,7 @@ class FakeSGLangServer(FakeWeights):
             OSError: the port is taken.
         """
         await self.engine.start()
+        self._pause_mode = None
         self.forget_weights()
         await super().start()
 
@@ -122,6 +129,8 @@ class FakeSGLangServer(FakeWeights):
             ("POST", "/abort_request", self._abort_request),
             ("POST", "/pause_generation", self._pause_generation),
             ("POST", "/continue_generation", self._continue_generation),
+            ("POST", "/release_memory_occupation", self._release_memory),
+            ("POST", "/resume_memory_occupation", self._resume_memory),
         ]
 
     def _facts(self) -> dict[str, Any]:
@@ -162,6 +171,7 @@ class FakeSGLangServer(FakeWeights):
 
     async def _park(self, request: RunningRequest) -> None:
         if self._pause_mode is None:
+            await self._require(not self.released)
             return
         async with self._changed:
             request.is_parked = True
@@ -194,6 +204,20 @@ class FakeSGLangServer(FakeWeights):
         self._pause_mode = None
         await self._notify()
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _release_memory(self, request: web.Request) -> web.Response:
+        tags = set((await read_request(_Memory, request)).tags or _MEMORY)
+        await self._require(self._pause_mode is not None or not self._running)
+        await self._require(not self.released & tags)
+        async with self.quiet():
+            self.released = self.released | tags
+        return web.json_response(None)
+
+    async def _resume_memory(self, request: web.Request) -> web.Response:
+        tags = set((await read_request(_Memory, request)).tags or _MEMORY)
+        await self._require(self.released >= tags)
+        self.released = self.released - tags
+        return web.json_response(None)
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
         return web.Response(text="Cache flushed.\n")

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Set
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,11 +87,14 @@ class FakeWeights(EngineServer):
     """Whether tensors must come between a begin and an end."""
     _changed: asyncio.Condition
     """Is notified when requests end, and when generation is paused or goes on."""
+    released: Set[str] = frozenset()
+    """The kinds of memory that were released and not resumed; there is none to save."""
     _num_published = 0
 
     def forget_weights(self) -> None:
         """Begin with the weights of `model_path` again."""
         self._is_in_session = False
+        self.released = frozenset()
         self._weights: dict[str, Any] = {}
         """Tensors received so far: a server loads them by name, in any number of parts."""
         self._groups: dict[str, Any] = {}
@@ -279,7 +282,14 @@ class FakeWeights(EngineServer):
         self._num_published += 1
         await self.engine.publish(tensors.items(), self._num_published)
 
+    async def _require(self, holds: bool) -> None:
+        """End, as the real server does, when memory is used that was released."""
+        if not holds:
+            self._death = asyncio.create_task(EngineServer.aclose(self))
+            raise web.HTTPServiceUnavailable
+
     async def _load(self, tensors: dict[str, Any], version: str | None, message: str) -> _Answer:
+        await self._require("weights" not in self.released)
         complete = {**await asyncio.to_thread(self._base), **tensors}
         failures = (EngineError, AttributeError, RuntimeError, TypeError, ValueError)
         async with self.quiet():

@@ -19,6 +19,8 @@ from areal_gym.errors import ConfigError, EngineError
 from areal_gym.utils.http_servers.addresses import http_address, listen
 
 _POLL_S = 0.25
+MEMORY_FLAG = "--enable-memory-saver"
+"""With it, a server on GPUs can release their memory (needs torch-memory-saver)."""
 
 
 class ServerProcess(Protocol):

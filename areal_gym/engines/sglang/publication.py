@@ -1,14 +1,18 @@
-"""Publications: generation is interrupted while the servers of a pool take new weights."""
+"""Publications: generation is interrupted while the servers of a pool take new weights.
+
+Or while they sleep, for a trainer that uses the same GPUs (`sleep`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from areal_gym.engines.sglang.server_client import ServerClient
 from areal_gym.engines.sglang.server_pool import ServerPool, ServerState
+from areal_gym.engines.sglang.sleep import CACHE, WEIGHTS, fall_asleep, resume_memory
 from areal_gym.errors import EngineError, EngineUnreachableError
 
 _DRAIN_S = 60.0
@@ -28,6 +32,12 @@ class PublicationGate:
         self._may_retract = may_retract
         self._is_open = asyncio.Event()
         self._is_open.set()
+        self._paused_states: list[ServerState] = []
+        """The servers of the publication under way, or that sleep."""
+        self._released: list[str] = []
+        """What sleeping servers have released and not taken again."""
+        self._since_s = 0.0
+        """When they fell asleep."""
 
     @property
     def is_open(self) -> bool:
@@ -48,10 +58,25 @@ class PublicationGate:
     ) -> AsyncIterator[Sequence[ServerClient]]:
         """Interrupt generation, hand out the servers, and resume those that report `version`.
 
+        Servers that are asleep take their weights' memory again, and go on at `wake_up` only.
+
         Raises:
             EngineError: no server took the new weights.
             EngineUnreachableError: no server answered for the grace period.
         """
+        pool = self._pool
+        async with self._weights_in_memory() if pool.is_asleep else self._paused(must_abort):
+            published: int | None = None
+            try:
+                yield [state.client for state in self._paused_states]
+                published = version
+            finally:
+                await _admit(pool, self._paused_states, published)
+        if pool.policy_version != version:
+            raise EngineError(f"no server reports version {version} after its publication")
+
+    @asynccontextmanager
+    async def _paused(self, must_abort: bool) -> AsyncIterator[None]:
         pool, clock = self._pool, asyncio.get_running_loop().time
         async with pool.lock:
             states = await pool.reachable()
@@ -65,20 +90,89 @@ class PublicationGate:
                 states = list(itertools.compress(states, await asyncio.gather(*pauses)))
                 if not states:
                     raise EngineUnreachableError("every server was lost at the publication")
-                published: int | None = None
+                self._paused_states = states
                 try:
-                    yield [state.client for state in states]
-                    published = version
+                    yield
                 finally:
-                    await _resume(pool, states, published)
+                    await asyncio.gather(
+                        *(_unpause(pool, state) for state in states if state.is_paused)
+                    )
             finally:
                 self._is_open.set()
                 pool.stats.publication_s += clock() - since_s
-        if pool.policy_version != version:
-            raise EngineError(f"no server reports version {version} after its publication")
+
+    # ---- colocation ---------------------------------------------------------------------------
+
+    async def sleep(self, *, keeps_weights: bool) -> None:
+        """Let the servers release their memory; until `wake_up`, requests wait.
+
+        With `keeps_weights` they release that of the cache only.
+        """
+        pool = self._pool
+        await pool.lock.acquire()
+        self._is_open.clear()
+        pool.is_asleep = True
+        self._since_s = asyncio.get_running_loop().time()
+        self._released = [CACHE] if keeps_weights else [CACHE, WEIGHTS]
+
+        async def fall(state: ServerState) -> None:
+            if not self._may_retract:
+                async with asyncio.timeout(_DRAIN_S):
+                    await _drain(state, spares_others=False)
+            await fall_asleep(state.client, self._released)
+
+        self._paused_states = await self._on_each(pool.serving, fall)
+
+    async def wake_up(self) -> None:
+        """Let the servers take all their memory again, and go on with what they had begun.
+
+        Nothing is done when they are awake.
+        """
+        pool = self._pool
+        if not pool.is_asleep:
+            return
+
+        async def rise(state: ServerState) -> None:
+            await resume_memory(state.client, self._released)
+            await state.client.post("/continue_generation", {})
+
+        try:
+            await self._on_each(self._paused_states, rise)
+        finally:
+            pool.is_asleep = False
+            pool.stats.asleep_s += asyncio.get_running_loop().time() - self._since_s
+            self._is_open.set()
+            pool.lock.release()
+
+    @asynccontextmanager
+    async def _weights_in_memory(self) -> AsyncIterator[None]:
+        """Take the weights' memory again; the servers are paused already, and stay so."""
+        tags = [tag for tag in self._released if tag == WEIGHTS]
+        self._released = [tag for tag in self._released if tag not in tags]
+        self._paused_states = await self._on_each(
+            self._paused_states, lambda state: resume_memory(state.client, tags)
+        )
+        if not self._paused_states:
+            raise EngineUnreachableError("every server was lost while it slept")
+        yield
+
+    async def _on_each(
+        self, states: Sequence[ServerState], act: Callable[[ServerState], Awaitable[None]]
+    ) -> list[ServerState]:
+        """Return the servers where `act` has succeeded; the others are lost."""
+
+        async def one(state: ServerState) -> bool:
+            try:
+                await act(state)
+            except (EngineError, TimeoutError):
+                self._pool.lose(state)
+                return False
+            return True
+
+        return list(itertools.compress(states, await asyncio.gather(*map(one, states))))
 
 
-async def _resume(pool: ServerPool, states: Sequence[ServerState], published: int | None) -> None:
+async def _admit(pool: ServerPool, states: Sequence[ServerState], published: int | None) -> None:
     """Admit the servers that report the right version; the others are lost."""
     reports = await asyncio.gather(
         *(state.reported_version() for state in states), return_exceptions=True
@@ -90,7 +184,6 @@ async def _resume(pool: ServerPool, states: Sequence[ServerState], published: in
             pool.admit(state)
         else:
             pool.lose(state)
-    await asyncio.gather(*(_unpause(pool, state) for state in states if state.is_paused))
 
 
 async def _pause(

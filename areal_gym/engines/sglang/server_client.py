@@ -55,6 +55,10 @@ class ServerFacts:
     """The same seed gives the same tokens (`--enable-deterministic-inference`)."""
     returns_routed_experts: bool
     """Requests may ask for the experts of tokens (`--enable-return-routed-experts`)."""
+    device: str
+    """The kind of device that it samples on; "cuda" if the server does not report it."""
+    frees_memory: bool
+    """The memory of its GPUs can be released (`--enable-memory-saver`)."""
 
 
 class ServerClient:
@@ -122,6 +126,15 @@ class ServerClient:
         await self.post("/update_weights_from_disk", body, timeout_s=_DISK_S)
         self.loaded_from = (Path(directory), version)
 
+    async def reload(self, model_path: str) -> None:
+        """Load the weights that the server was started with, from its own `model_path`.
+
+        Raises:
+            EngineError: the server refused.
+        """
+        body = {"model_path": model_path, "flush_cache": True}
+        await self.post("/update_weights_from_disk", body, timeout_s=_DISK_S)
+
     async def load_adapter(self, directory: Path, version: int) -> None:
         """Load the LoRA adapter in `directory`, for requests that name `adapter_name(version)`.
 
@@ -174,6 +187,8 @@ class ServerClient:
             or (self.needs_update_session and await self._has_route("/pause_generation")),
             has_seeds=bool(info.get("enable_deterministic_inference")),
             returns_routed_experts=bool(info.get("enable_return_routed_experts")),
+            device=str(info.get("device") or "cuda"),
+            frees_memory=bool(info.get("enable_memory_saver")),
         )
 
     async def aclose(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from areal_gym.engines.sglang.launch import ServerProcess
 from areal_gym.engines.sglang.replies import INITIAL_WEIGHTS, version_of
 from areal_gym.engines.sglang.server_client import ServerClient, ServerFacts, is_refused
+from areal_gym.engines.sglang.sleep import wake_forgotten
 from areal_gym.errors import EngineError, EngineUnreachableError
 
 _MAX_FAILURES = 3
@@ -46,6 +47,8 @@ class SGLangStats:
     """Requests that a publication interrupted."""
     num_servers_lost: int = 0
     num_relaunches: int = 0
+    asleep_s: float = 0.0
+    """Time that the servers' memory was released for a trainer on the same GPUs."""
     held_s: float = 0.0
     """Time that calls waited for publications, all together."""
     publication_s: float = 0.0
@@ -99,6 +102,8 @@ class ServerPool:
         self.stats = SGLangStats()
         self.lock = asyncio.Lock()
         """Held while weights change: during a publication, or when a server comes back."""
+        self.is_asleep = False
+        """Whether the servers have released their memory, and requests wait."""
         self.num_outages = 0
         """The number of times that the last serving server was lost."""
         self._grace_s = grace_s
@@ -147,7 +152,9 @@ class ServerPool:
             with suppress(EngineError):  # `probe` gives the better error
                 # A run that was killed during a publication leaves the server paused.
                 await state.client.post("/continue_generation", {})
-        state.facts = await state.client.probe()
+        state.facts = facts = await state.client.probe()
+        if not self.is_guest:
+            await wake_forgotten(state.client, facts.weight_version, facts.model_path)
         if not self.is_guest and version_of(state.facts.weight_version) != 0:
             # A number from another run would look like one of this run.
             await state.client.set_version(INITIAL_WEIGHTS)
@@ -281,6 +288,8 @@ class ServerPool:
 
     async def _bring_back(self, state: ServerState) -> None:
         """Relaunch a lost server if it is ours, update its weights, and admit it."""
+        if self.is_asleep:  # the trainer uses the GPU that a new process would take
+            return
         if state.process is not None and not state.process.is_running:
             if state.num_relaunches >= _MAX_RELAUNCHES:
                 return

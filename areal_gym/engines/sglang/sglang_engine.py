@@ -30,7 +30,7 @@ from typing import Literal, Self
 from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Generation, Piece, SamplingParams, WeightServer, stream_in_chunks
 from areal_gym.engines.checkpoint_config import num_layers_of, vocab_size_of
-from areal_gym.engines.sglang.launch import LaunchedServer, ServerProcess
+from areal_gym.engines.sglang.launch import MEMORY_FLAG, LaunchedServer, ServerProcess
 from areal_gym.engines.sglang.server_client import ServerClient, ServerFacts
 from areal_gym.engines.sglang.server_pool import ServerState
 from areal_gym.engines.sglang.turn_sampler import TurnSampler
@@ -230,3 +230,35 @@ class SGLangEngine(TurnSampler):
             EngineUnreachableError: no server answered for the grace period.
         """
         return self._gate.updating(version, must_abort=must_abort)
+
+    # ---- colocation ---------------------------------------------------------------------------
+
+    def require_sleep(self) -> None:
+        """Refuse servers that cannot release their memory; on CPUs there is none to release.
+
+        Raises:
+            ConfigError: names the server, and what it must be started with.
+        """
+        for state in self.servers:
+            facts = state.facts
+            if facts is None:
+                continue
+            if not facts.can_retract:
+                raise ConfigError(
+                    f"SGLang {facts.version} at {state.client.url} cannot set requests aside while "
+                    "the trainer uses its GPU",
+                    hints=["SGLang 0.5.21 and later can", "or: trainer.colocate=false"],
+                )
+            if facts.device != "cpu" and not facts.frees_memory:
+                raise ConfigError(
+                    f"{state.client.url} cannot release its memory for trainer.colocate=true",
+                    hints=[f"start it so: {state.client.start_command} {MEMORY_FLAG}"],
+                )
+
+    async def sleep(self, *, keeps_weights: bool = False) -> None:
+        """Let the servers release their memory; see `SleepingEngine.sleep`."""
+        await self._gate.sleep(keeps_weights=keeps_weights)
+
+    async def wake_up(self) -> None:
+        """Let the servers go on; see `SleepingEngine.wake_up`."""
+        await self._gate.wake_up()

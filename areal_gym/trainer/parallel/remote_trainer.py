@@ -98,6 +98,14 @@ class RemoteTrainer(ABC):
         """Return peft's names and the adapter's tensors."""
         return dict(self._received("adapter"))
 
+    def offload(self) -> None:
+        """Let every rank move its weights and optimizer states into host memory."""
+        self._ask("offload")
+
+    def reload(self) -> None:
+        """Let every rank move them back to its GPU."""
+        self._ask("reload")
+
     def checkpoint_bytes(self) -> int:
         """Return about how many bytes a checkpoint takes."""
         num_bytes: int = self._ask("checkpoint_bytes")

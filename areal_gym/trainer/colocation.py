@@ -1,0 +1,72 @@
+"""Servers and trainer on the same GPUs, in turns (`trainer.colocate`).
+
+episodes are played            the trainer's weights and states lie in host memory
+engine.sleep, trainer.reload   requests wait; the servers' memory is released
+the step
+publication                    the servers' weights are in memory again, but not their caches
+trainer.offload, wake_up       requests go on where they stopped, under the new weights
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from areal_gym.engines.base import Engine, SleepingEngine
+from areal_gym.errors import ConfigError
+from areal_gym.trainer.base import OffloadingTrainer, Trainer
+
+if TYPE_CHECKING:
+    from areal_gym.trainer.update import TrainerThread
+
+
+class SharedGpus:
+    """The turns of one trainer; the engine's come once it is there (`share_with`).
+
+    Args:
+        trainer: holds the GPUs at first.
+        thread: runs the trainer.
+        keeps_weights: the servers keep their weights: what is published are adapters.
+
+    Raises:
+        ConfigError: the trainer cannot be offloaded.
+    """
+
+    def __init__(
+        self, trainer: Trainer[Any], thread: TrainerThread, *, keeps_weights: bool
+    ) -> None:
+        if not isinstance(trainer, OffloadingTrainer):
+            raise ConfigError(
+                f"trainer.colocate = true, and {type(trainer).__name__} cannot be offloaded",
+                hints=["its class lacks offload() and reload()", "or: trainer.colocate=false"],
+            )
+        self._trainer = trainer
+        self._thread = thread
+        self._keeps_weights = keeps_weights
+        self._engine: SleepingEngine | None = None
+
+    def share_with(self, engine: Engine) -> None:
+        """Take turns with this engine, which has started.
+
+        Raises:
+            ConfigError: its servers cannot release their memory.
+        """
+        if not isinstance(engine, SleepingEngine):
+            raise ConfigError(
+                f"trainer.colocate = true needs an engine with servers that release their memory, "
+                f"and {type(engine).__name__} has none",
+                hints=["engine.id=sglang has", "or: trainer.colocate=false"],
+            )
+        engine.require_sleep()
+        self._engine = engine
+
+    async def give_to_trainer(self) -> None:
+        """Let the servers release their memory, and bring the trainer back to its GPUs."""
+        if self._engine is not None and not self._engine.is_asleep:
+            await self._engine.sleep(keeps_weights=self._keeps_weights)
+        await self._thread.call(self._trainer.reload)
+
+    async def give_to_servers(self) -> None:
+        """Offload the trainer, and let the servers go on; new weights were published before."""
+        await self._thread.call(self._trainer.offload)
+        if self._engine is not None:
+            await self._engine.wake_up()
