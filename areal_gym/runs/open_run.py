@@ -84,7 +84,7 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
     gpus: SharedGpus | None = None
     if config.trainer.colocate:
         has_adapter = config.trainer.weight_sync.id == "lora"
-        gpus = SharedGpus(trainer, thread, keeps_weights=has_adapter)
+        gpus = SharedGpus(trainer, thread.call, keeps_weights=has_adapter)
         await gpus.give_to_servers()  # which measure what is free when they start
     # Adapters are published beside the base weights, which servers keep.
     served = prepared.policy if config.trainer.weight_sync.id == "lora" else prepared.source

@@ -9,14 +9,14 @@ trainer.offload, wake_up       requests go on where they stopped, under the new 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from areal_gym.engines.base import Engine, SleepingEngine
 from areal_gym.errors import ConfigError
 from areal_gym.trainer.base import OffloadingTrainer, Trainer
 
-if TYPE_CHECKING:
-    from areal_gym.trainer.update import TrainerThread
+InTrainerThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 class SharedGpus:
@@ -24,7 +24,7 @@ class SharedGpus:
 
     Args:
         trainer: holds the GPUs at first.
-        thread: runs the trainer.
+        call: calls a method of the trainer in its thread (`TrainerThread.call`).
         keeps_weights: the servers keep their weights: what is published are adapters.
 
     Raises:
@@ -32,7 +32,7 @@ class SharedGpus:
     """
 
     def __init__(
-        self, trainer: Trainer[Any], thread: TrainerThread, *, keeps_weights: bool
+        self, trainer: Trainer[Any], call: InTrainerThread, *, keeps_weights: bool
     ) -> None:
         if not isinstance(trainer, OffloadingTrainer):
             raise ConfigError(
@@ -40,7 +40,7 @@ class SharedGpus:
                 hints=["its class lacks offload() and reload()", "or: trainer.colocate=false"],
             )
         self._trainer = trainer
-        self._thread = thread
+        self._call = call
         self._keeps_weights = keeps_weights
         self._engine: SleepingEngine | None = None
 
@@ -63,10 +63,10 @@ class SharedGpus:
         """Let the servers release their memory, and bring the trainer back to its GPUs."""
         if self._engine is not None and not self._engine.is_asleep:
             await self._engine.sleep(keeps_weights=self._keeps_weights)
-        await self._thread.call(self._trainer.reload)
+        await self._call(self._trainer.reload)
 
     async def give_to_servers(self) -> None:
         """Offload the trainer, and let the servers go on; new weights were published before."""
-        await self._thread.call(self._trainer.offload)
+        await self._call(self._trainer.offload)
         if self._engine is not None:
             await self._engine.wake_up()

@@ -78,7 +78,7 @@ def test_server_that_dies_asleep_gets_the_weights_when_it_is_back(policy, tmp_pa
             client = SGLangEngine(policy, urls=[server.url], health_interval_s=0.05, grace_s=0.1)
             await client.start()
             thread = TrainerThread()
-            gpus = SharedGpus(trainer, thread, keeps_weights=False)
+            gpus = SharedGpus(trainer, thread.call, keeps_weights=False)
             gpus.share_with(client)
             sync = DiskWeightSync(client, directory=tmp_path / "weights")
             publisher = WeightPublisher(sync, trainer, client, 30.0, gpus)
