@@ -76,7 +76,7 @@ class Optimizer:
         """The optimizers of torch."""
         return list(self._optimizers.values())
 
-    def move(self, device: torch.device) -> None:
+    def to(self, device: torch.device) -> None:
         """Move the states to a device; the parameters are the module's business."""
         for optimizer in self._optimizers.values():
             for tensors in optimizer.state.values():

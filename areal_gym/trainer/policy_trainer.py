@@ -63,6 +63,7 @@ class PolicyTrainer:
         self.profiler = StepProfiler(config, self._device, ranks.rank)
         self._files = StateFiles(ranks)
         self._num_bad = 0
+        self._frozen_models: list[PolicyModel] = []
         self._kept: dict[str, Any] = {}
         """What rank tasks leave here, such as the process group with the servers."""
         # A frozen policy is run by the same code: another one would round differently.
@@ -152,20 +153,14 @@ class PolicyTrainer:
         self._files.load(states, directory)
         self.num_steps, self._num_bad = int(states["num_steps"]), int(states["num_bad"])
 
-    def _modules(self) -> list[nn.Module]:
-        """Return everything with weights."""
-        return [self.decoder]
-
-    def _every_optimizer(self) -> list[Optimizer]:
-        return [self._optimizer]
+    def _parts(self) -> list[nn.Module | Optimizer]:
+        """Return everything that holds tensors on the device."""
+        return [self.decoder, self._optimizer, *self._frozen_models]
 
     def _move(self, device: torch.device) -> None:
-        if self.config.cpu_offload:  # FSDP2 keeps all of it in host memory, and refuses
-            return
-        for module in self._modules():
-            module.to(device)
-        for optimizer in self._every_optimizer():
-            optimizer.move(device)
+        if not self.config.cpu_offload:  # with it FSDP2 keeps all in host memory, and refuses
+            for part in self._parts():
+                part.to(device)
 
     def _allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
         self._optimizer.allocate(below("optimizer", saved))
@@ -197,6 +192,7 @@ class PolicyTrainer:
                 is_frozen=True,
             )
         policy.requires_grad_(False)
+        self._frozen_models.append(policy)
         prepare_decoder(policy, self.config, self._ranks)
         return policy
 

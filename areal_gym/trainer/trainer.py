@@ -245,13 +245,9 @@ class Trainer(PolicyTrainer):
             states |= prefixed("critic", self._critic.states())
         return states
 
-    def _modules(self) -> list[nn.Module]:
-        frozen = [] if self._reference is None else [self._reference]
-        return [*super()._modules(), *frozen, *([] if self._critic is None else [self._critic])]
-
-    def _every_optimizer(self) -> list[Optimizer]:
-        critics = [] if self._critic is None else [self._critic.optimizer]
-        return [*super()._every_optimizer(), *critics]
+    def _parts(self) -> list[nn.Module | Optimizer]:
+        critic = [] if self._critic is None else [self._critic, self._critic.optimizer]
+        return [*super()._parts(), *critic]
 
     def _allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
         super()._allocate(saved)
