@@ -246,8 +246,8 @@ class Trainer(PolicyTrainer):
         return states
 
     def _parts(self) -> list[nn.Module | Optimizer]:
-        critic = [] if self._critic is None else [self._critic, self._critic.optimizer]
-        return [*super()._parts(), *critic]
+        parts = super()._parts()
+        return parts if self._critic is None else [*parts, self._critic, self._critic.optimizer]
 
     def _allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
         super()._allocate(saved)
