@@ -33,6 +33,7 @@ from areal_gym.types import Group
 if TYPE_CHECKING:
     from areal_gym.trainer.base import Trainer
     from areal_gym.trainer.batch.examples import Example
+    from areal_gym.trainer.colocation import SharedGpus
     from areal_gym.trainer.update import TrainerThread
 
 
@@ -66,7 +67,6 @@ async def open_supervised(stack: AsyncExitStack, prepared: PreparedRun) -> RunCo
 
 async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunContext[Group]:
     """Start trainer, engine, gateway and rollout workers; else as `open_supervised`."""
-    from areal_gym.trainer.colocation import SharedGpus
     from areal_gym.trainer.update import WeightPublisher
     from areal_gym.trainer.weight_sync import make_weight_sync, takes_adapter
 
@@ -81,11 +81,7 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
         profiles=prepared.directory.profiles_dir.absolute(),
     )
     rollout_state = _restore(stack, prepared, trainer, thread)
-    gpus: SharedGpus | None = None
-    if config.trainer.colocate:
-        has_adapter = config.trainer.weight_sync.id == "lora"
-        gpus = SharedGpus(trainer, thread.call, keeps_weights=has_adapter)
-        await gpus.give_to_servers()  # which measure what is free when they start
+    gpus = await _shared_gpus(config, trainer, thread)
     # Adapters are published beside the base weights, which servers keep.
     served = prepared.policy if config.trainer.weight_sync.id == "lora" else prepared.source
     engine, renderer = await stack.enter_async_context(
@@ -105,9 +101,8 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
     publisher = WeightPublisher(weight_sync, trainer, engine, patience_s, gpus)
     if prepared.step or (isinstance(engine, TakeOverEngine) and engine.take_over):
         await publisher.publish(prepared.step)
-    gap = await probe_engine(
-        config, components, engine, renderer, trainer, display.say, publisher.begin_step
-    )
+    begin = publisher.begin_step
+    gap = await probe_engine(config, components, engine, renderer, trainer, display.say, begin)
     if gpus is not None:
         await publisher.publish(prepared.step)
     _write_settings(prepared)
@@ -224,6 +219,20 @@ def _restore(
     directory = prepared.directory.checkpoints_dir
     require_space(trainer, directory, prepared.config.trainer.keep_checkpoints)
     return state
+
+
+async def _shared_gpus(
+    config: RunConfig, trainer: Trainer[Any], thread: TrainerThread
+) -> SharedGpus | None:
+    """Return the turns of a trainer that has left its GPUs, where the settings want turns."""
+    from areal_gym.trainer.colocation import SharedGpus
+
+    if not config.trainer.colocate:
+        return None
+    has_adapter = config.trainer.weight_sync.id == "lora"
+    gpus = SharedGpus(trainer, thread.call, keeps_weights=has_adapter)
+    await gpus.give_to_servers()  # which measure what is free when they start
+    return gpus
 
 
 def _write_settings(prepared: PreparedRun) -> None:
