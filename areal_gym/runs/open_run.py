@@ -90,12 +90,8 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
     if gpus is not None:
         gpus.share_with(engine)
     teacher = await stack.enter_async_context(open_teacher(config, prepared.policy))
-    weight_sync = make_weight_sync(
-        engine,
-        config.trainer.weight_sync,
-        directory=prepared.directory.path / "weights",
-        lora=config.trainer.lora,
-    )
+    settings, directory = config.trainer.weight_sync, prepared.directory.path / "weights"
+    weight_sync = make_weight_sync(engine, settings, directory=directory, lora=config.trainer.lora)
     stack.push_async_callback(weight_sync.aclose)
     patience_s = config.rollout.outage_patience_s
     publisher = WeightPublisher(weight_sync, trainer, engine, patience_s, gpus)
@@ -103,8 +99,7 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
         await publisher.publish(prepared.step)
     begin = publisher.begin_step
     gap = await probe_engine(config, components, engine, renderer, trainer, display.say, begin)
-    if gpus is not None:
-        await publisher.publish(prepared.step)
+    await publisher.end_turn(prepared.step)
     _write_settings(prepared)
     prepared.directory.add_provenance(engine_gap=asdict(gap))
     reports = await components.announce_sandboxes(display.say)

@@ -141,18 +141,22 @@ async def measure_gap(
             hints=["look for the cause with: areal-gym check ENV"],
         ) from failures[0]
     if not rows:
-        raise ConfigError(
-            f"the first prompts in {config.env.id} have {min(lengths)} to {max(lengths)} tokens, "
-            f"and a sequence may have {engine.max_context}, what is sampled included",
-            hints=[
-                f"give them room: engine.max_context={2 * max(lengths)}, if the model has as much",
-                "or take an environment, or arguments of it, with shorter prompts",
-            ],
-        )
+        raise _no_room(config, lengths, engine.max_context)
     _require_experts(rows, config)
     if before_scoring is not None:
         await before_scoring()
     return _gap(rows, await asyncio.to_thread(trainer.score, rows))
+
+
+def _no_room(config: RunConfig, lengths: Sequence[int], max_context: int) -> ConfigError:
+    return ConfigError(
+        f"the first prompts in {config.env.id} have {min(lengths)} to {max(lengths)} tokens, "
+        f"and a sequence may have {max_context}, what is sampled included",
+        hints=[
+            f"give them room: engine.max_context={2 * max(lengths)}, if the model has as much",
+            "or take an environment, or arguments of it, with shorter prompts",
+        ],
+    )
 
 
 def _require_experts(rows: Sequence[TokenSequence], config: RunConfig) -> None:

@@ -78,6 +78,11 @@ class WeightPublisher:
         if self._gpus is not None:
             await self._gpus.give_to_trainer()
 
+    async def end_turn(self, version: int) -> None:
+        """Give shared GPUs back to the servers without a step; `version` is that of the weights."""
+        if self._gpus is not None:
+            await self.publish(version)
+
     async def publish(self, version: int) -> None:
         """Publish the weights; when all servers are lost, again when one is back.
 
