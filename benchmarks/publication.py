@@ -1,13 +1,14 @@
 """Publication of weights: seconds and bytes by each weight sync, and how long the event loop waits.
 
-    python benchmarks/publication.py [--layers 12] [--rounds 3] [--json]
+    python benchmarks/publication.py [--layers 14] [--rounds 3] [--json]
 
 A decoder of 100M parameters is published in bfloat16 after real updates (AdamW, lr 1e-6), from a
 trainer in a thread, to a server in another process that keeps what it receives and samples nothing.
 `raw` is one gloo broadcast of the same bytes between two processes. `block` is the longest time for
-which the event loop of the process that drives the run did not answer. After each publication by
-`delta`, the relay's files are compared with the weights, bit for bit. Times are the best of the
-rounds.
+which the event loop of the process that drives the run did not answer; CPU-s are those of that
+process, and `at rest` is the block of half a second without a publication, by the machine. After each publication by `delta`, the relay's files are compared with the weights, bit for
+bit. Times are the best of the rounds; the ratio to `raw`, which is measured just before each
+publication, is the median.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +41,16 @@ from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.trainer.weight_sync import make_weight_sync
 from areal_gym.trainer.weight_sync.delta import DeltaWeightSync
 from areal_gym.utils.http_servers.addresses import listen
+
+CHANNELS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("distributed", {"bucket_mb": 25}),  # several buckets: one is gathered while one is sent
+    ("disk", {}),
+    ("tensor", {}),
+    ("delta", {}),
+)
+
+
+_REST_S = 0.5
 
 
 class Receiver(ScriptedEngine):
@@ -128,34 +140,34 @@ async def serve(directory: str | None) -> None:
         await asyncio.Event().wait()
 
 
-def broadcast(rank: int, port: int, num_bytes: int, rounds: int) -> float:
-    """Return the best time of a broadcast between two processes."""
-    facts: dict[str, Any] = {"world_size": 2, "name": "raw", "backend": "gloo", "timeout_s": 60}
-    group = join_group("127.0.0.1", port, rank=rank, **facts)
-    flat = torch.zeros(num_bytes, dtype=torch.uint8)
-    times = []
-    for _ in range(rounds + 1):  # the first one makes connections
-        dist.barrier(group=group)
+class RawBroadcast:
+    """One of two processes, of which rank 0 broadcasts as many bytes as are published."""
+
+    def __init__(self, rank: int, port: int, num_bytes: int) -> None:
+        facts: dict[str, Any] = {"world_size": 2, "name": "raw", "backend": "gloo"}
+        self._group = join_group("127.0.0.1", port, rank=rank, timeout_s=600, **facts)
+        self._flat = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.run()  # makes connections
+
+    def run(self) -> float:
+        """Broadcast once; return the seconds until both processes have the bytes."""
+        dist.barrier(group=self._group)
         since_s = time.perf_counter()
-        dist.broadcast(flat, src=0, group=group)
-        dist.barrier(group=group)
-        times.append(time.perf_counter() - since_s)
-    dist.destroy_process_group(group)
-    return min(times[1:])
-
-
-def raw_seconds(num_bytes: int, rounds: int) -> float:
-    with listen("127.0.0.1", 0) as probe:
-        port = probe.getsockname()[1]
-    with child("broadcast", port, num_bytes, rounds):
-        return broadcast(0, port, num_bytes, rounds)
+        dist.broadcast(self._flat, src=0, group=self._group)
+        dist.barrier(group=self._group)
+        return time.perf_counter() - since_s
 
 
 async def measure(
-    channel: str, arguments: dict[str, Any], updates: Updates, rounds: int, home: Path
+    channel: str,
+    arguments: dict[str, Any],
+    updates: Updates,
+    rounds: int,
+    home: Path,
+    raw: RawBroadcast,
 ) -> dict[str, Any]:
     """Publish after updates; return the best time, and the longest block of the loop."""
-    probe, times = LoopProbe(), []
+    probe, rest, times, raws, cpu = LoopProbe(), LoopProbe(), [], [], []
     extra: dict[str, Any] = {}
     with child("server") as url, child("relay", home / "relay") as relay:
         engine = SGLangEngine(home, urls=[url], max_context=512, health_interval_s=60.0)
@@ -168,10 +180,14 @@ async def measure(
         for version in range(rounds + 1):
             await asyncio.to_thread(updates.step)
             weights = [(name, p.detach()) for name, p in updates.decoder.named_parameters()]
+            raws.append(await asyncio.to_thread(raw.run))
+            async with rest.running():
+                await asyncio.sleep(_REST_S)
             async with probe.running():
-                since_s = time.perf_counter()
+                since_s, since_cpu_s = time.perf_counter(), time.process_time()
                 await sync.publish(weights, version)
                 times.append(time.perf_counter() - since_s)
+                cpu.append(time.process_time() - since_cpu_s)
             if isinstance(sync, DeltaWeightSync):
                 assert sync.last is not None
                 require_equal(home / "relay", weights)
@@ -182,7 +198,18 @@ async def measure(
                 extra["changed"] = sync.last.num_changed / sync.last.num_weights
         await sync.aclose()
         await engine.aclose()
-    return {"channel": channel, "seconds": min(times[1:]), "block_ms": probe.block_ms, **extra}
+    # Side by side, because the machine's speed changes from minute to minute.
+    ratios = [seconds / raw_s for seconds, raw_s in zip(times[1:], raws[1:], strict=True)]
+    return {
+        "channel": channel,
+        "seconds": min(times[1:]),
+        "cpu_s": min(cpu[1:]),
+        "raw_s": min(raws[1:]),
+        "of_raw": statistics.median(ratios),
+        "block_ms": probe.block_ms,
+        "rest_ms": rest.block_ms,
+        **extra,
+    }
 
 
 def require_equal(directory: Path, weights: list[tuple[str, torch.Tensor]]) -> None:
@@ -197,39 +224,48 @@ def require_equal(directory: Path, weights: list[tuple[str, torch.Tensor]]) -> N
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         role, *rest = sys.argv[2:]
+        torch.set_num_threads(1)
         if role == "broadcast":
             print(role, flush=True)
-            broadcast(1, *map(int, rest))
+            raw = RawBroadcast(1, *map(int, rest))
+            with contextlib.suppress(RuntimeError):  # the other end has left
+                while True:
+                    raw.run()
         else:
             asyncio.run(serve(rest[0] if rest else None))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=12, help="12 are 100M parameters")
+    parser.add_argument("--layers", type=int, default=14, help="14 are 100M parameters")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     updates = Updates(model(arguments.layers))
     num_weights = sum(p.numel() for p in updates.decoder.parameters())
-    raw_s = raw_seconds(2 * num_weights, arguments.rounds)
     rows = []
-    for channel in ("distributed", "disk", "tensor", "delta"):
-        kwargs = {"dtype": "bfloat16"}
-        with tempfile.TemporaryDirectory() as home:
-            row = asyncio.run(measure(channel, kwargs, updates, arguments.rounds, Path(home)))
-        rows.append({"num_bytes": 2 * num_weights, **row, "of_raw": row["seconds"] / raw_s})
+    with listen("127.0.0.1", 0) as probe:
+        port = probe.getsockname()[1]
+    with child("broadcast", port, 2 * num_weights):
+        raw = RawBroadcast(0, port, 2 * num_weights)
+        for channel, kwargs in CHANNELS:
+            with tempfile.TemporaryDirectory() as home:
+                settings = {"dtype": "bfloat16", **kwargs}
+                rounds = arguments.rounds
+                row = asyncio.run(measure(channel, settings, updates, rounds, Path(home), raw))
+            rows.append({"num_bytes": 2 * num_weights, **row})
     if arguments.json:
-        content = {"parameters": num_weights, "raw_s": raw_s, "rows": rows}
+        content = {"parameters": num_weights, "rows": rows}
         print(json.dumps({"benchmark": "publication", **content}))
         return
+    print(f"{num_weights:,} parameters, {2 * num_weights / 1e6:.0f} MB in bfloat16")
     print(
-        f"{num_weights:,} parameters, {2 * num_weights / 1e6:.0f} MB; raw broadcast {raw_s:.3f} s"
+        f"{'channel':<13}{'seconds':>9}{'CPU-s':>8}{'raw':>9}{'of raw':>9}{'MB':>9}{'block':>12}{'at rest':>12}"
     )
-    print(f"{'channel':<13}{'seconds':>9}{'of raw':>9}{'MB':>9}{'block of the loop':>20}")
     for row in rows:
         print(
-            f"{row['channel']:<13}{row['seconds']:>9.3f}{row['of_raw']:>8.2f}x"
-            f"{row['num_bytes'] / 1e6:>9.2f}{row['block_ms']:>17.1f} ms"
+            f"{row['channel']:<13}{row['seconds']:>9.3f}{row['cpu_s']:>8.2f}{row['raw_s']:>9.3f}"
+            f"{row['of_raw']:>8.2f}x{row['num_bytes'] / 1e6:>9.2f}{row['block_ms']:>9.1f} ms"
+            f"{row['rest_ms']:>9.1f} ms"
         )
     last = rows[-1]
     print(f"changed by an update: {last['changed']:.2%}; the first delta sends all: ", end="")

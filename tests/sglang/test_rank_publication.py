@@ -120,6 +120,37 @@ def test_delta_gives_servers_the_same_bits(server, policies, two_ranks, tmp_path
     asyncio.run(play())
 
 
+def test_server_of_two_workers_gets_its_weights_by_every_channel(kind, policies, tmp_path):
+    """Each worker of a server with tensor parallelism takes its part of each tensor."""
+    if kind == "fake":
+        pytest.skip("the stand-in is one worker")
+    weights = load_checkpoint(policies[1]).state_dict()
+
+    async def play(url):
+        async with (
+            engine_over(policies[0], url) as engine,
+            WeightRelay(tmp_path / "relay") as relay,
+        ):
+            assert engine.servers[0].client.num_ranks == 2
+            port = int(relay.url.rpartition(":")[2])
+            base = sync_of(engine, "disk", tmp_path / "disk", dtype="bfloat16")
+            await base.publish(weights.items(), 1)
+            expected = await checksums(url)
+            for version, (id, kwargs) in enumerate(
+                [*CHANNELS[1:], ("delta", {"relay_port": port})], start=1
+            ):
+                await base.publish(load_checkpoint(policies[0]).state_dict().items(), 2 * version)
+                assert await checksums(url) != expected
+                sync = sync_of(engine, id, tmp_path / id, dtype="bfloat16", **kwargs)
+                await sync.publish(weights.items(), 2 * version + 1)
+                assert await checksums(url) == expected
+                await sync.aclose()
+            await base.aclose()
+
+    with running_server(kind, policies[0], tmp_path / "two.log", "--tp-size", "2") as (url, _):
+        asyncio.run(play(url))
+
+
 def test_files_are_divided_among_the_ranks(policies, two_ranks, tmp_path):
     two_ranks.run_in_ranks(WriteFiles(tmp_path / "written", torch.bfloat16, 50_000))
     assert len(weight_files(tmp_path / "written")) > 2

@@ -25,8 +25,15 @@ import torch.distributed as dist
 from areal_gym.errors import EngineError
 from areal_gym.models.process_groups import join_group
 from areal_gym.trainer.weight_sync.flat_buckets import FlatBucket, flat_buckets
-from areal_gym.trainer.weight_sync.rank_posts import Body, on_each, own_address, request
+from areal_gym.trainer.weight_sync.rank_posts import (
+    Body,
+    num_workers,
+    on_each,
+    own_address,
+    request,
+)
 from areal_gym.trainer.weight_sync.rank_tasks import OneAhead, RankSide
+from areal_gym.utils.http_servers.addresses import is_loopback
 
 _KEPT = "weight_sync.group"
 _QUICK_S = 30.0
@@ -112,7 +119,7 @@ class _Group:
             EngineError: says which ranks are missing, the address, and how long they had.
         """
         backend = options.backend or dist.get_default_backend_for_device(device)
-        host = options.host or own_address(urls[0])
+        host = options.host or _own_address(urls)
         timeout_s = options.timeout_s
         sizes, failures = on_each(urls, _num_workers)
         for failure in failures.values():
@@ -191,21 +198,26 @@ class _Group:
         on_each(self.urls, lambda url: request("POST", url, route, content, timeout_s=_QUICK_S))
 
 
+def _own_address(urls: tuple[str, ...]) -> str:
+    """Return the address by which servers reach this machine; other machines need another one."""
+    hosts = [own_address(url) for url in urls]
+    return next((host for host in hosts if not is_loopback(host)), hosts[0])
+
+
 def _num_workers(url: str) -> int:
-    """Return how many processes of a server take part: it may have restarted with others.
+    """Return how many processes of a server take part.
 
     Raises:
         EngineError: the server's layers are spread over processes, which SGLang gives no weights.
     """
-    info = request("GET", url, "/server_info", timeout_s=_QUICK_S)
-    facts = (info.get("internal_states") or [info])[0]
-    if int(facts.get("pp_size") or 1) > 1:
+    num_tensor, num_stages = num_workers(url)
+    if num_stages > 1:
         raise EngineError(
-            f"{url} runs {facts['pp_size']} pipeline stages, whose workers a broadcast does not "
+            f"{url} runs {num_stages} pipeline stages, whose workers a broadcast does not "
             "reach one by one",
             hints=["trainer.weight_sync=disk"],
         )
-    return int(facts.get("tp_size") or 1)
+    return num_tensor
 
 
 def _together(members: dict[str, Callable[[], Any]], where: str, timeout_s: float) -> list[Any]:

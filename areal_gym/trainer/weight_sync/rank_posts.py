@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 from areal_gym.errors import EngineError, EngineUnreachableError
 
+_QUICK_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class Body:
@@ -97,6 +99,17 @@ def on_each(
             except EngineError as error:
                 failures[url] = error
     return answers, failures
+
+
+def num_workers(url: str) -> tuple[int, int]:
+    """Return a server's tensor-parallel workers and pipeline stages, which a restart may change.
+
+    Raises:
+        EngineError: the server does not tell.
+    """
+    info = request("GET", url, "/server_info", timeout_s=_QUICK_S)
+    facts = (info.get("internal_states") or [info])[0]
+    return int(facts.get("tp_size") or 1), int(facts.get("pp_size") or 1)
 
 
 def own_address(url: str) -> str:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from areal_gym.engines.base import Engine, WeightServer
+from areal_gym.engines.base import Engine
 from areal_gym.errors import EngineError
 from areal_gym.trainer.base import Weights
 from areal_gym.trainer.weight_sync.base import require_remote, sent_type, update_session
 from areal_gym.trainer.weight_sync.flat_buckets import FlatBucket, flat_buckets
-from areal_gym.trainer.weight_sync.rank_posts import Body, on_each, request
+from areal_gym.trainer.weight_sync.rank_posts import Body, num_workers, on_each, request
 from areal_gym.trainer.weight_sync.rank_tasks import OneAhead, RankSide, run_task
 
 _TRANSFER_S = 600.0
@@ -64,16 +64,13 @@ class TensorWeightSync:
             EngineError: no server took the weights.
         """
         async with self._engine.updating(version) as servers, update_session(servers) as alive:
-            task = _Post(_sizes(alive), version, self._bucket_bytes, self._dtype)
+            urls = tuple(server.url for server in alive)
+            task = _Post(urls, version, self._bucket_bytes, self._dtype)
             failed = await asyncio.to_thread(run_task, weights, task, self._kept)
             alive[:] = [server for server in alive if server.url not in failed]
 
     async def aclose(self) -> None:
         """Do nothing: nothing is held."""
-
-
-def _sizes(servers: list[WeightServer]) -> dict[str, int]:
-    return {server.url: server.num_ranks for server in servers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +81,7 @@ class _Post:
         EngineError: all servers failed; this is the first one's error.
     """
 
-    num_workers: dict[str, int]
-    """Tensor-parallel workers by server."""
+    urls: tuple[str, ...]
     version: int
     bucket_bytes: int
     dtype: torch.dtype | None
@@ -98,28 +94,34 @@ class _Post:
             for _ in side.weights(self.dtype):
                 pass  # gathered with the others
         else:
+            sizes, failures = on_each(self.urls, num_workers)
             sending = OneAhead()
             for bucket in flat_buckets(side.weights(self.dtype), self.bucket_bytes):
-                sending.run(self._send, bucket, failures)
+                sending.run(self._send, bucket, sizes, failures)
             error = sending.close()
         side.agree(error)
         return list(failures)
 
-    def _send(self, bucket: FlatBucket, failures: dict[str, EngineError]) -> None:
+    def _send(
+        self,
+        bucket: FlatBucket,
+        sizes: dict[str, tuple[int, int]],
+        failures: dict[str, EngineError],
+    ) -> None:
         fields = {"load_format": "flattened_bucket", "flush_cache": bucket.is_last}
         version = {"weight_version": str(self.version)} if bucket.is_last else {}
         payload = [b'"', *encoded(bucket), b'"']
 
         def send(url: str) -> None:
-            again = [b",", *payload] * (self.num_workers[url] - 1)
+            again = [b",", *payload] * (sizes[url][0] - 1)  # for each tensor-parallel worker
             head = b'{"serialized_named_tensors": ['
             tail = b"], " + json.dumps({**fields, **version}).encode()[1:]
             body = Body([head, *payload, *again, tail])
             request("POST", url, "/update_weights_from_tensor", body, timeout_s=_TRANSFER_S)
 
-        _, failed = on_each((url for url in self.num_workers if url not in failures), send)
+        _, failed = on_each((url for url in self.urls if url not in failures), send)
         failures.update(failed)
-        if len(failures) == len(self.num_workers):
+        if len(failures) == len(self.urls):
             raise next(iter(failures.values()))
 
 
