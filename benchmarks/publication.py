@@ -5,8 +5,9 @@
 A decoder of 100M parameters is published in bfloat16 after real updates (AdamW, lr 1e-6), from a
 trainer in a thread, to a server in another process that keeps what it receives and samples nothing.
 `raw` is one gloo broadcast of the same bytes between two processes. `block` is the longest time for
-which the event loop of the process that drives the run did not answer; CPU-s are those of that
-process, and `at rest` is the block of half a second without a publication, by the machine. After each publication by `delta`, the relay's files are compared with the weights, bit for
+which the event loop of the process that drives the run did not answer; `at rest` is the same in
+half a second without a publication, which is the machine's own share. CPU-s are those of that
+process. After each publication by `delta`, the relay's files are compared with the weights, bit for
 bit. Times are the best of the rounds; the ratio to `raw`, which is measured just before each
 publication, is the median.
 """
@@ -258,9 +259,8 @@ def main() -> None:
         print(json.dumps({"benchmark": "publication", **content}))
         return
     print(f"{num_weights:,} parameters, {2 * num_weights / 1e6:.0f} MB in bfloat16")
-    print(
-        f"{'channel':<13}{'seconds':>9}{'CPU-s':>8}{'raw':>9}{'of raw':>9}{'MB':>9}{'block':>12}{'at rest':>12}"
-    )
+    print(f"{'channel':<13}{'seconds':>9}{'CPU-s':>8}{'raw':>9}{'of raw':>9}{'MB':>9}", end="")
+    print(f"{'block':>12}{'at rest':>12}")
     for row in rows:
         print(
             f"{row['channel']:<13}{row['seconds']:>9.3f}{row['cpu_s']:>8.2f}{row['raw_s']:>9.3f}"
