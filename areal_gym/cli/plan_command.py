@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from areal_gym.cli.options import (
+    PATH,
     POSITIVE,
     common_options,
     json_option,
@@ -18,6 +19,7 @@ from areal_gym.cli.options import (
 from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.cli.setting_flags import resolve, setting_flags
 from areal_gym.errors import UsageError
+from areal_gym.utils.files import write_atomic
 
 if TYPE_CHECKING:
     from areal_gym.plan.run_plan import RunPlan
@@ -39,6 +41,18 @@ _BAR = 40
     type=POSITIVE,
     help="The mean number of tokens of an episode [half of engine.max_context].",
 )
+@click.option(
+    "--node-memory",
+    type=POSITIVE,
+    metavar="GB",
+    help="The host memory of a node of eight GPUs [not compared].",
+)
+@click.option(
+    "--picture",
+    type=PATH,
+    metavar="FILE",
+    help="Draw the plan as SVG into FILE.",
+)
 @json_option()
 @common_options
 def plan_command(
@@ -48,6 +62,8 @@ def plan_command(
     gpu: str,
     num_gpus: int | None,
     tokens: int | None,
+    node_memory: int | None,
+    picture: Path | None,
     as_json: bool,
 ) -> int:
     """Simulate what a run takes on GPUs, in memory and seconds; no GPU is needed.
@@ -56,7 +72,9 @@ def plan_command(
     memory. The directory engine.model needs its config.json only. Seconds are estimates from
     published peaks. Exit code 1 if it does not fit.
     """
-    from areal_gym.plan.run_plan import advice, gpus_of, plan_run
+    from areal_gym.plan.advice import advice
+    from areal_gym.plan.plan_picture import picture as draw
+    from areal_gym.plan.run_plan import gpus_of, plan_run
 
     config = resolve(file=recipe, overrides=overrides, flags=flags, is_chosen=True)
     num_ranks, needed = config.trainer.num_ranks, gpus_of(config)
@@ -67,9 +85,15 @@ def plan_command(
             hints=["fewer: trainer.num_ranks=N, engine.kwargs.num_servers=N"],
         )
     talk(f"simulating a step of {config.engine.model} on {num_ranks} ranks")
-    if config.trainer.parallel.expert > 1:
-        talk("experts are counted as gathered on every rank, layer by layer: an upper bound")
-    plan = plan_run(config, gpu=gpu, tokens_per_episode=tokens, say=talk)
+    plan = plan_run(
+        config,
+        gpu=gpu,
+        tokens_per_episode=tokens,
+        node_bytes=None if node_memory is None else int(node_memory * 1e9),
+        say=talk,
+    )
+    if picture is not None:
+        write_atomic(picture, draw(plan))
     if as_json:
         print_json(plan.to_json())
     else:
@@ -80,45 +104,47 @@ def plan_command(
 
 
 def _print(plan: RunPlan) -> None:
-    total = sum(plan.rank_bytes.values())
+    from areal_gym.plan.plan_lines import summary
+
     print_data(
         f"{plan.num_parameters / 1e9:.2f} billion parameters, "
         f"{plan.num_active_parameters / 1e9:.2f} for each token; {plan.num_gpus} x {plan.gpu}: "
         f"{plan.num_ranks} ranks, {plan.num_servers} servers of {plan.gpus_per_server}"
     )
-    rows = [("a rank", "GB", f"of {plan.gpu_bytes / 1e9:.0f}")]
-    for kind, size in sorted(plan.rank_bytes.items(), key=lambda item: -item[1]):
-        rows.append((kind, *_part(size, plan.gpu_bytes)))
-    rows.append(("total", *_part(total, plan.gpu_bytes)))
+    rows = _bytes_of("a rank, training", plan.rank_bytes, plan.gpu_bytes)
+    if not plan.rank_bytes.get("logits"):
+        rows.append(("(logits before)", *_part(plan.logits_bytes, plan.gpu_bytes)))
+    rows += _bytes_of("rank 0, publishing", plan.publishing_bytes, plan.gpu_bytes)
     if plan.num_servers:
-        cache = plan.cache_tokens * plan.cache_bytes_per_token // plan.gpus_per_server
-        rows += [
-            ("a server's GPU", "GB", ""),
-            ("weights", *_part(plan.server_weight_bytes, plan.gpu_bytes)),
-            ("cache", *_part(cache, plan.gpu_bytes)),
-        ]
-    rows += [
-        ("a node's memory", "GB", ""),
-        ("checkpoint's copies", _gb(plan.host_bytes_per_node), ""),
-        ("a step, estimated", "s", f"{plan.step_tokens:,} tokens"),
-    ]
+        server = {"weights": plan.server_weight_bytes, "cache": plan.server_cache_bytes}
+        rows += _bytes_of("a server's GPU", server, plan.gpu_bytes)
+    rows += _bytes_of("a node's memory", plan.host_bytes, plan.node_bytes)
+    rows.append(("a step, estimated", "s", f"{plan.step_tokens:,} tokens"))
     longest = max(plan.seconds.values())
     rows += [(name, f"{s:.1f}", _bar(s, longest)) for name, s in plan.seconds.items()]
+    rows.append(("a rank sends", "GB", "a step"))
+    rows += [(name, _gb(size), "") for name, size in plan.traffic_bytes.items()]
     print_columns(rows)
-    traffic = ", ".join(f"{_gb(size)} GB {name}" for name, size in plan.traffic_bytes.items())
     print_data(
-        f"{plan.step_flops / 1e15:.1f} PFLOP and, for each rank, {traffic or 'no traffic'} a step; "
-        f"a publication is {_gb(plan.publication_bytes)} GB; {plan.limit} takes longest"
+        f"{plan.step_flops / 1e15:.1f} PFLOP a step that the model needs, "
+        f"{plan.computed_flops / 1e15:.1f} that ranks compute; a publication is "
+        f"{_gb(plan.publication_bytes)} GB"
     )
-    if plan.num_servers:
-        print_data(
-            f"a server has room for {plan.cache_tokens:,} tokens, "
-            f"{plan.cache_bytes_per_token / 1e3:.0f} kB each"
-        )
+    for line in summary(plan):
+        print_data(line)
 
 
-def _part(size: float, whole: float) -> tuple[str, str]:
-    return _gb(size), _bar(size, whole)
+def _bytes_of(
+    title: str, sizes: Mapping[str, int], whole: int | None
+) -> list[tuple[str, str, str]]:
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    parts = [*ordered, ("total", sum(sizes.values()))]
+    of_whole = "" if whole is None else f"of {whole / 1e9:.0f}"
+    return [(title, "GB", of_whole), *((name, *_part(size, whole)) for name, size in parts)]
+
+
+def _part(size: float, whole: int | None) -> tuple[str, str]:
+    return _gb(size), _bar(size, whole) if whole else ""
 
 
 def _bar(part: float, whole: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,10 +158,8 @@ def _mode(resume: bool, clean: bool, out: Path | None) -> RunMode:
 
 
 def _describe(config: RunConfig) -> list[str]:
-    from areal_gym.runs.memory_plan import describe_memory
-
     lines = _describe_supervised(config) if config.objective in SUPERVISED else _describe_rl(config)
-    lines += describe_memory(config)
+    lines += _describe_memory(config)
     if config.objective != "rl":
         lines.insert(0, f"objective: {config.objective}: {OBJECTIVES[config.objective]}")
     lines += [
@@ -168,6 +167,16 @@ def _describe(config: RunConfig) -> list[str]:
         for entry in entries_used(config)
     ]
     return lines
+
+
+def _describe_memory(config: RunConfig) -> list[str]:
+    if config.engine.model == "starter":
+        return []  # it fits anywhere
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        return ["memory: is told where torch is installed"]
+    from areal_gym.plan.plan_lines import describe_memory
+
+    return describe_memory(config)
 
 
 def _describe_supervised(config: RunConfig) -> list[str]:

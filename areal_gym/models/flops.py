@@ -9,25 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from areal_gym.models.gpus import gpu_of_device
 from areal_gym.models.policy_model import ModelShape, Shape
-
-_PEAKS = {
-    # The name that CUDA gives: (bfloat16 without sparsity, float32 outside of tensor cores), in
-    # 1e12 per second, from the vendor's data sheets. A part of a GPU (MIG) has another name.
-    "NVIDIA A10": (125.0, 31.2),
-    "NVIDIA A100-PCIE-40GB": (312.0, 19.5),
-    "NVIDIA A100-SXM4-40GB": (312.0, 19.5),
-    "NVIDIA A100 80GB PCIe": (312.0, 19.5),
-    "NVIDIA A100-SXM4-80GB": (312.0, 19.5),
-    "NVIDIA GH200 480GB": (989.4, 66.9),
-    "NVIDIA H100 PCIe": (756.0, 51.2),
-    "NVIDIA H100 80GB HBM3": (989.4, 66.9),
-    "NVIDIA H200": (989.4, 66.9),
-    "NVIDIA L4": (121.0, 30.3),
-    "NVIDIA L40S": (362.0, 91.6),
-    "NVIDIA GeForce RTX 3090": (71.0, 35.6),
-    "NVIDIA GeForce RTX 4090": (165.2, 82.6),
-}
 
 
 def forward_flops(
@@ -69,11 +52,11 @@ def training_flops(
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the nominal operations per second of a GPU, by its CUDA name; None if unknown."""
-    peaks = _PEAKS.get(device_name)
-    if peaks is None:
+    gpu = gpu_of_device(device_name)
+    if gpu is None:
         return None
     if dtype == "bfloat16":
-        return peaks[0] * 1e12
+        return gpu.bfloat16_flops
     # With a lower precision, float32 products run on tensor cores.
     is_plain = torch.get_float32_matmul_precision() == "highest"
-    return peaks[1] * 1e12 if is_plain else None
+    return gpu.float32_flops if is_plain else None

@@ -13,31 +13,41 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from areal_gym.plan.operation_costs import Costs, collective_of
+
 Kind = Literal["weights", "frozen", "gradients", "states", "gathered", "logits", "activations"]
-_COLLECTIVES = ("c10d.", "_c10d_functional.", "fsdp.")
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Watches all operations in its context.
+    """Watches all operations in its context, and adds up what they cost.
 
-    What FSDP2 gathers and what collectives return is "gathered", a tensor whose last axis has
-    `vocab_size` elements is "logits"; other new tensors are "activations" until `label` says
-    what they are. A storage counts once, for the label that it was given last.
+    What FSDP2 and all-gathers return is "gathered", a tensor whose last axis has `vocab_size`
+    elements is "logits"; other new tensors are "activations" until `label` says what they are. A
+    storage counts once, for the label that it was given last.
     """
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak: dict[str, int] = {}
         """Bytes by kind when their sum was largest."""
-        self.traffic: Counter[str] = Counter()
-        """Bytes of the largest tensor of each call, by collective."""
+        self.largest: dict[str, int] = {}
+        """The most bytes of each kind at any time."""
+        self.costs = Costs()
         self._vocab_size = vocab_size
         self._alive: dict[int, tuple[int, Kind]] = {}
         self._totals: Counter[str] = Counter()
         self._labelled: dict[int, dict[int, int]] = {}
+        self._is_off = False
+
+    @property
+    def now(self) -> dict[str, int]:
+        """The bytes by kind that are alive."""
+        return dict(self._totals)
 
     def label(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
         """Say what tensors are for; those that are not known yet are counted from now on.
@@ -46,7 +56,7 @@ class MemoryTracker(TorchDispatchMode):
         part of a mapped storage, and gradients of a layer lie in one.
         """
         for tensor in tensors:
-            for local in () if tensor is None else _parts(tensor):
+            for local in () if tensor is None else _stored(tensor):
                 storage = local.untyped_storage()
                 parts = self._labelled.setdefault(storage._cdata, {})
                 parts[int(local.storage_offset())] = local.nbytes
@@ -56,12 +66,17 @@ class MemoryTracker(TorchDispatchMode):
         """Begin to watch, also the resizing of storages, by which FSDP2 frees what it gathered."""
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resized()  # type: ignore[method-assign]
+        propagator: Any = ShardingPropagator
+        self._propagate = propagator._propagate_tensor_meta_non_cached
+        propagator._propagate_tensor_meta_non_cached = self._unwatched(self._propagate)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         """Stop watching."""
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        propagator: Any = ShardingPropagator
+        propagator._propagate_tensor_meta_non_cached = self._propagate
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -72,18 +87,20 @@ class MemoryTracker(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operation and count the new storages that it returns."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what DTensor makes of it comes here
         result = func(*args, **(kwargs or {}))
-        name = str(func)
-        is_collective = name.startswith(_COLLECTIVES)
-        if is_collective and not name.startswith("fsdp."):
-            sizes = [t.nbytes for t in _tensors((args, kwargs, result))]
-            self.traffic[name.split(".")[1].strip("_")] += max(sizes, default=0)
-        for part in (part for tensor in _tensors(result) for part in _parts(tensor)):
-            storage = part.untyped_storage()
-            if storage._cdata not in self._alive:
-                has_logits = part.ndim > 1 and part.shape[-1] == self._vocab_size
-                kind: Kind = "logits" if has_logits else "activations"
-                self._count(storage, "gathered" if is_collective else kind, storage.size())
+        if self._is_off:
+            return result
+        self.costs.add(func, args, kwargs, result)
+        is_gathered = func.namespace == "fsdp" or collective_of(func) == "all-gather"
+        for tensor in _tensors(result):
+            has_logits = tensor.ndim > 1 and tensor.shape[-1] == self._vocab_size
+            kind: Kind = "logits" if has_logits else "activations"
+            for local in _stored(tensor):
+                storage = local.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._count(storage, "gathered" if is_gathered else kind, storage.size())
         return result
 
     def _count(self, storage: torch.UntypedStorage, kind: Kind, num_bytes: int) -> None:
@@ -95,6 +112,7 @@ class MemoryTracker(TorchDispatchMode):
             weakref.finalize(storage, self._forget, key)
         self._alive[key] = num_bytes, kind
         self._totals[kind] += num_bytes
+        self.largest[kind] = max(self.largest.get(kind, 0), self._totals[kind])
         if self._totals.total() > sum(self.peak.values()):
             self.peak = dict(self._totals)
 
@@ -102,6 +120,18 @@ class MemoryTracker(TorchDispatchMode):
         num_bytes, kind = self._alive.pop(key)
         self._labelled.pop(key, None)
         self._totals[kind] -= num_bytes
+
+    def _unwatched(self, function: Any) -> Any:
+        """Return the function by which DTensor learns shapes, whose whole tensors do not count."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._is_off = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_off = False
+
+        return call
 
     def _resized(self) -> Any:
         resize = self._resize
@@ -139,14 +169,13 @@ def labelled_training(
             hook.remove()
 
 
-def _parts(tensor: Any) -> Iterator[Tensor]:
-    """Yield the tensors that hold a tensor's bytes on this rank: a shard, codes and scales."""
+def _stored(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold the values of a tensor: of a shard, or of quantised states."""
     if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        if isinstance(part := getattr(tensor, name), Tensor):  # a sharded one names its mesh, too
-            yield from _parts(part)
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    parts = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
+    return [inner for part in parts for inner in _stored(part)]
 
 
 def _tensors(values: Any) -> list[Tensor]:

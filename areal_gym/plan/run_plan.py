@@ -1,39 +1,44 @@
-"""Plans a run: the memory of ranks and servers, and an estimate of a step's seconds.
+"""Plans a run: the memory of ranks, servers and hosts, and an estimate of a step's seconds.
 
-Memory is that of a simulated step (`simulated_step`). Seconds are a roofline: operations, bytes in
-memory and bytes between GPUs over published peaks, times the efficiencies below, which are
-assumptions and stand in the plan.
+Memory of ranks is that of a simulated step (`simulated_step`); seconds are estimates
+(`estimates`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
-
-from transformers import PretrainedConfig
 
 from areal_gym.config import RunConfig
 from areal_gym.errors import UsageError
 from areal_gym.models.flops import training_flops
-from areal_gym.models.hf.hf_loading import read_config
-from areal_gym.models.hub import is_hub_name, model_from_hub
-from areal_gym.plan.gpus import GPUS_PER_NODE, NETWORK_BANDWIDTH, gpu_named
+from areal_gym.models.gpus import Gpu, gpu_named
+from areal_gym.models.policy_model import ModelShape
+from areal_gym.plan.estimates import (
+    GPUS_PER_NODE,
+    Estimate,
+    Training,
+    generation_seconds,
+    publication_seconds,
+    training_seconds,
+)
+from areal_gym.plan.model_to_plan import PlannedModel, heads_of, model_to_plan
+from areal_gym.plan.operation_costs import Costs
+from areal_gym.plan.server_memory import ServerMemory, server_memory, servers_of
 from areal_gym.plan.simulated_step import SimulatedStep, simulate_step
 
-COMPUTE_EFFICIENCY = 0.4
-"""Share of the peak operations that training reaches."""
-MEMORY_EFFICIENCY = 0.6
-"""Share of the memory bandwidth that generation reaches."""
-LINK_EFFICIENCY = 0.7
-"""Share of the bandwidth between GPUs that collectives reach."""
 USABLE_MEMORY = 0.92
 """Share of a GPU's memory for tensors; drivers, allocators and libraries take the rest."""
-CACHE_SHARE = 0.85
-"""Share of a GPU's memory that a server takes for weights and cache (`--mem-fraction-static`)."""
+PROCESS_BYTES = 2e9
+"""Host memory of a process with torch and a GPU: libraries, the driver's own, pinned buffers."""
+TOKEN_BYTES = 64
+"""Host memory of a token of a batch in the driver: ids, log-probabilities, masks, text."""
+BUCKET_MB = 1000
+"""The default size of a bucket of publication (`trainer.weight_sync.kwargs.bucket_mb`)."""
+_TRAINED = ("weights", "gradients", "states")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,26 +51,39 @@ class RunPlan:
     num_active_parameters: int
     num_ranks: int
     rank_bytes: Mapping[str, int]
-    """Bytes of one rank at its peak, by what they are for."""
+    """Bytes of one rank at the peak of a step, by what they are for."""
+    logits_bytes: int
+    """The most bytes of logits, which may be gone at the peak."""
+    publishing_bytes: Mapping[str, int]
+    """Bytes of rank 0 while it publishes: what stays between steps, and buckets."""
     num_servers: int
     gpus_per_server: int
     server_weight_bytes: int
     """Weights on each GPU of a server, in bfloat16."""
+    server_cache_bytes: int
+    """Keys and values on each GPU of a server."""
     cache_bytes_per_token: int
     """Keys and values of one token, on all GPUs of a server together."""
     cache_tokens: int
     """Tokens for which one server has room."""
     publication_bytes: int
-    host_bytes_per_node: int
-    """Copies of weights and optimizer states that ranks hold while a checkpoint is written."""
+    host_bytes: Mapping[str, int]
+    """Memory of a node with as many ranks as it has room for, and the driver, by what it is for."""
+    node_bytes: int | None
+    """The memory that a node has; None if it was not said."""
     step_tokens: int
     step_flops: float
+    """What the model needs, of all ranks ("model FLOPs")."""
+    computed_flops: float
+    """What the ranks compute: layers that are computed twice, and passes without a gradient."""
     traffic_bytes: Mapping[str, int]
-    """Bytes of a step in each kind of collective, of one rank."""
+    """Bytes that one rank sends in a step, by collective."""
     seconds: Mapping[str, float]
-    """Estimates: generate, train, communicate, publish, step."""
+    """Estimates: generate, train, update, communicate, publish, step."""
     limit: str
     """The part that takes longest."""
+    limited_by: str
+    """What that part waits for: compute, memory bandwidth, network or disk."""
 
     @property
     def num_gpus(self) -> int:
@@ -73,22 +91,36 @@ class RunPlan:
         return self.num_ranks + self.num_servers * self.gpus_per_server
 
     @property
+    def room(self) -> float:
+        """Bytes of a GPU for tensors."""
+        return USABLE_MEMORY * self.gpu_bytes
+
+    @property
+    def rank_total(self) -> int:
+        """The bytes of a rank when they are most."""
+        return max(sum(self.rank_bytes.values()), sum(self.publishing_bytes.values()))
+
+    @property
+    def host_bytes_per_node(self) -> int:
+        """The memory of a node."""
+        return sum(self.host_bytes.values())
+
+    @property
     def fits(self) -> bool:
-        """Whether ranks and servers find room on their GPUs."""
-        room = USABLE_MEMORY * self.gpu_bytes
-        return sum(self.rank_bytes.values()) <= room and (
-            self.num_servers == 0 or self.cache_tokens > 0
-        )
+        """Whether ranks and servers find room on their GPUs, and processes on their nodes."""
+        has_room = self.num_servers == 0 or self.cache_tokens > 0
+        fits_node = self.node_bytes is None or self.host_bytes_per_node <= self.node_bytes
+        return self.rank_total <= self.room and has_room and fits_node
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields, with totals."""
-        totals = {"num_gpus": self.num_gpus, "fits": self.fits}
-        return asdict(self) | {"rank_total": sum(self.rank_bytes.values())} | totals
+        names = ("num_gpus", "fits", "rank_total", "host_bytes_per_node")
+        return asdict(self) | {name: getattr(self, name) for name in names}
 
 
 def gpus_of(config: RunConfig) -> int:
     """Return the number of GPUs that ranks and servers take, one for each rank."""
-    num_servers, gpus_per_server, _ = _servers(config)
+    num_servers, gpus_per_server, _ = servers_of(config)
     return config.trainer.num_ranks + num_servers * gpus_per_server
 
 
@@ -97,6 +129,7 @@ def plan_run(
     *,
     gpu: str,
     tokens_per_episode: int | None = None,
+    node_bytes: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> RunPlan:
     """Return the plan of a run on GPUs of one kind.
@@ -114,103 +147,171 @@ def plan_run(
             "the built-in starter fits anywhere: a plan is for a checkpoint",
             hints=["engine.model=DIR; config.json in it is enough"],
         )
-    step = simulate_step(config, _model_config(config, say))
-    num_servers, gpus_per_server, share = _servers(config)
-    weights = 2 * step.shape.num_parameters
-    per_token = step.shape.cache_bytes_per_token
-    room = gpus_per_server * share * figures.memory - weights
+    model = model_to_plan(config, say)
+    servers = _servers(config, model, figures)  # what cannot be served is said at once
+    step = simulate_step(config, model)
     tokens = tokens_per_episode or config.engine.max_context // 2
     step_tokens = config.rollout.batch_groups * config.rollout.group_size * tokens
-    ranks = config.trainer.num_ranks
-    passes = math.ceil(step_tokens / ranks / step.num_tokens)
-    flops = _flops(step, step_tokens, tokens)
-    traffic = {name: size * passes for name, size in step.traffic.items()}
-    link = figures.link_bandwidth if ranks <= GPUS_PER_NODE else NETWORK_BANDWIDTH
-    recomputed = 4 / 3 if config.trainer.recompute_layers else 1.0
-    seconds = {
-        "train": recomputed * flops / ranks / (COMPUTE_EFFICIENCY * figures.bfloat16_flops),
-        "communicate": sum(traffic.values()) / (LINK_EFFICIENCY * link),
-        "publish": weights / (LINK_EFFICIENCY * NETWORK_BANDWIDTH),
-    }
-    cache_tokens = max(0, int(room / per_token)) if num_servers else 0
-    if cache_tokens:
-        seats = config.rollout.max_in_flight / num_servers
-        in_flight = max(1.0, min(seats, cache_tokens / tokens))
-        read = weights + in_flight * tokens / 2 * per_token  # for one token of each episode
-        bandwidth = MEMORY_EFFICIENCY * figures.memory_bandwidth * gpus_per_server
-        seconds["generate"] = step_tokens / num_servers / in_flight * read / bandwidth
-    training = max(seconds["train"], seconds["communicate"]) + seconds["publish"]
-    generation = seconds.get("generate", 0.0)
-    is_async = config.rollout.max_staleness > 0
-    seconds["step"] = max(training, generation) if is_async else training + generation
-    limit = max((name for name in seconds if name != "step"), key=lambda name: seconds[name])
-    trained = step.peak.get("weights", 0) + step.peak.get("states", 0)
+    servers = _servers(config, model, figures, step.shape)
+    training = _training(config, step, step_tokens, tokens)
+    estimate, traffic = _estimate(config, step.shape, servers, training, figures, tokens)
+    rank_bytes, host_bytes = _offloaded(config, step)
+    buckets = _bucket_bytes(config, step)
     return RunPlan(
         gpu=gpu,
         gpu_bytes=int(figures.memory),
         num_parameters=step.shape.num_parameters,
         num_active_parameters=step.shape.num_active_parameters,
-        num_ranks=ranks,
-        rank_bytes=step.peak,
-        num_servers=num_servers,
-        gpus_per_server=gpus_per_server,
-        server_weight_bytes=weights // gpus_per_server if num_servers else 0,
-        cache_bytes_per_token=per_token,
-        cache_tokens=cache_tokens,
-        publication_bytes=weights,
-        host_bytes_per_node=min(ranks, GPUS_PER_NODE) * trained,
+        num_ranks=config.trainer.num_ranks,
+        rank_bytes=rank_bytes,
+        logits_bytes=step.logits,
+        publishing_bytes={
+            kind: size for kind, size in step.kept.items() if kind in rank_bytes and size
+        }
+        | ({"buckets": buckets} if buckets else {}),
+        num_servers=servers.num_servers,
+        gpus_per_server=servers.gpus_per_server,
+        server_weight_bytes=servers.weight_bytes_per_gpu,
+        server_cache_bytes=servers.cache_bytes_per_gpu,
+        cache_bytes_per_token=servers.cache_bytes_per_token,
+        cache_tokens=servers.cache_tokens,
+        publication_bytes=publication_bytes(config, step),
+        host_bytes=_host_bytes(config, step, host_bytes, step_tokens),
+        node_bytes=node_bytes,
         step_tokens=step_tokens,
-        step_flops=flops,
+        step_flops=training_flops(
+            step.shape,
+            num_tokens=step_tokens,
+            num_pairs=_pairs(step.shape, step_tokens, tokens),
+            num_logits=step_tokens,
+        ),
+        computed_flops=training.computed_flops * config.trainer.num_ranks,
         traffic_bytes=traffic,
-        seconds=seconds,
-        limit=limit,
+        seconds=estimate.seconds,
+        limit=estimate.slowest,
+        limited_by=estimate.limits[estimate.slowest],
     )
 
 
-def _model_config(config: RunConfig, say: Callable[[str], None]) -> PretrainedConfig:
-    directory = Path(config.engine.model)
-    if is_hub_name(config.engine.model):
-        directory = model_from_hub(config.engine.model, say, wanted=("config.json",))
-    return read_config(directory, trusts_code=config.model.trust_remote_code)
+def _servers(
+    config: RunConfig, model: PlannedModel, gpu: Gpu, shape: ModelShape | None = None
+) -> ServerMemory:
+    num_heads, num_cached = heads_of(model)
+    return server_memory(
+        config,
+        gpu_bytes=gpu.memory,
+        num_parameters=shape.num_parameters if shape else 1,
+        cache_bytes_per_token=shape.cache_bytes_per_token if shape else 1,
+        num_heads=num_heads,
+        num_key_value_heads=num_cached,
+    )
 
 
-def advice(plan: RunPlan, config: RunConfig) -> Iterator[str]:
-    """Yield what to change where ranks or servers find no room; nothing where they do."""
-    total, room = sum(plan.rank_bytes.values()), USABLE_MEMORY * plan.gpu_bytes
+def _training(config: RunConfig, step: SimulatedStep, step_tokens: int, length: int) -> Training:
+    """Return what a rank computes and sends in a step."""
     trainer = config.trainer
-    if total > room:
-        yield f"a rank takes {total / 1e9:.1f} GB of the {room / 1e9:.1f} GB for tensors of a GPU"
-        kept = sum(plan.rank_bytes.get(kind, 0) for kind in ("weights", "gradients", "states"))
-        if kept > total / 3:
-            yield f"more ranks divide weights and states: trainer.num_ranks={2 * plan.num_ranks}"
-        if not trainer.recompute_layers:
-            yield "computing layers twice keeps less: trainer.recompute_layers=true"
-        yield f"smaller micro-batches: {trainer.tokens_per_microbatch // 2} tokens_per_microbatch"
-        if trainer.lora is None:
-            yield "an adapter needs hardly any gradients and states: trainer.lora={}"
-    if plan.num_servers and not plan.cache_tokens:
-        yield f"more GPUs for each server: its weights take {plan.publication_bytes / 1e9:.1f} GB"
-
-
-def _flops(step: SimulatedStep, num_tokens: int, length: int) -> float:
-    pairs = sum(_pairs(length, window) for window in step.shape.windows)
-    num_pairs = pairs * num_tokens / length
-    return training_flops(
-        step.shape, num_tokens=num_tokens, num_pairs=num_pairs, num_logits=num_tokens
+    share = step_tokens / trainer.layout.num_data_ranks / step.num_tokens
+    num_microbatches = max(1, math.ceil(share))
+    costs = step.costs(num_microbatches, trainer.minibatches)
+    flops = (step.looks.flops + step.microbatch.flops) * share
+    pairs = _pairs(step.shape, step_tokens, length) / trainer.num_ranks
+    passes = 3 + trainer.recompute_layers
+    return Training(
+        costs=Costs(round(flops), costs.bytes_by_link),
+        attention_flops=4 * step.shape.attention_width * pairs,
+        num_looks=passes * step.looks.flops / max(1, step.microbatch.flops),
+        recomputes=trainer.recompute_layers,
+        updated_bytes=sum(step.peak.get(kind, 0) for kind in _TRAINED),
+        num_updates=trainer.minibatches,
     )
 
 
-def _pairs(length: int, window: int | None) -> float:
-    window = min(window or length, length)
-    return window * (window + 1) / 2 + (length - window) * window
+def _estimate(
+    config: RunConfig,
+    shape: ModelShape,
+    servers: ServerMemory,
+    training: Training,
+    gpu: Gpu,
+    tokens: int,
+) -> tuple[Estimate, dict[str, int]]:
+    """Return seconds of a step, and the bytes that a rank sends."""
+    seconds = training_seconds(training, gpu, config.trainer.dtype)
+    limits = {"train": "compute", "update": "memory bandwidth", "communicate": "network"}
+    weight_sync = config.trainer.weight_sync.id
+    if weight_sync == "auto":
+        weight_sync = "disk" if servers.num_servers else "in-process"
+    num_bytes = 2 * shape.num_parameters
+    seconds["publish"], limits["publish"] = publication_seconds(num_bytes, weight_sync)
+    if servers.cache_tokens:
+        seconds["generate"], limits["generate"] = generation_seconds(
+            servers,
+            gpu,
+            step_tokens=config.rollout.batch_groups * config.rollout.group_size * tokens,
+            tokens=tokens,
+            max_in_flight=config.rollout.max_in_flight,
+            flops_per_token=2.0 * shape.num_active_parameters,
+        )
+    trained = max(seconds["train"], seconds["communicate"]) + seconds["update"]
+    trained += seconds["publish"]
+    generated = seconds.get("generate", 0.0)
+    is_async = config.rollout.max_staleness > 0
+    seconds["step"] = max(trained, generated) if is_async else trained + generated
+    traffic: Counter[str] = Counter()
+    for link, size in training.costs.bytes_by_link.items():
+        traffic[link.collective] += round(link.sent_bytes(size))
+    if weight_sync == "distributed" and servers.num_servers:
+        traffic["broadcast"] += num_bytes
+    return Estimate(seconds=seconds, limits=limits), dict(traffic)
 
 
-def _servers(config: RunConfig) -> tuple[int, int, float]:
-    """Return the number of servers, the GPUs of each, and the share of memory that they take."""
-    arguments = [str(word) for word in config.engine.kwargs.get("server_args", ())]
-    given = dict(pairwise(arguments))
-    share = float(given.get("--mem-fraction-static", CACHE_SHARE))
-    if config.cluster.servers:
-        return config.cluster.servers, max(1, config.cluster.gpus_per_server), share
-    size = int(given.get("--tp", given.get("--tp-size", 1)))
-    return int(config.engine.kwargs.get("num_servers", 0)), size, share
+def _pairs(shape: ModelShape, num_tokens: float, length: int) -> float:
+    """Return the pairs of queries and keys of so many tokens in episodes of that length."""
+    pairs = 0.0
+    for layer_window in shape.windows:
+        window = min(layer_window or length, length)
+        pairs += window * (window + 1) / 2 + (length - window) * window
+    return pairs * num_tokens / length
+
+
+# ---- what is not a step's own ------------------------------------------------------------------
+
+
+def publication_bytes(config: RunConfig, step: SimulatedStep) -> int:
+    """Return the bytes of a publication, in bfloat16."""
+    if config.trainer.weight_sync.id == "lora":
+        return step.kept.get("weights", 0) // 2
+    return 2 * step.shape.num_parameters
+
+
+def _bucket_bytes(config: RunConfig, step: SimulatedStep) -> int:
+    """Return the bytes of buckets: one is filled while the other is on its way."""
+    weight_sync = config.trainer.weight_sync
+    largest = 2 * step.largest_weight
+    if weight_sync.id in ("distributed", "tensor"):
+        size = int(float(weight_sync.kwargs.get("bucket_mb", BUCKET_MB)) * 1e6)
+        return 2 * max(min(size, publication_bytes(config, step)), largest)
+    return largest if config.trainer.num_ranks > 1 else 0
+
+
+def _offloaded(config: RunConfig, step: SimulatedStep) -> tuple[dict[str, int], int]:
+    """Return the bytes of a rank's GPU by kind, and those that lie on its host instead."""
+    on_gpu = dict(step.peak)
+    if not config.trainer.cpu_offload:
+        return on_gpu, 0
+    return on_gpu, sum(on_gpu.pop(kind, 0) for kind in _TRAINED)
+
+
+def _host_bytes(
+    config: RunConfig, step: SimulatedStep, offloaded: int, step_tokens: int
+) -> dict[str, int]:
+    """Return the memory of a node with ranks and the driver."""
+    num_ranks = min(config.trainer.num_ranks, GPUS_PER_NODE)
+    copied = step.kept.get("weights", 0) + step.kept.get("states", 0)
+    num_batches = config.rollout.max_staleness + 2  # in flight, in training, and being written
+    parts = {
+        "processes": int(PROCESS_BYTES) * (num_ranks + 1),
+        "checkpoint copies": copied * num_ranks,
+        "offloaded": offloaded * num_ranks,
+        "batches": TOKEN_BYTES * step_tokens * num_batches,
+    }
+    return {name: size for name, size in parts.items() if size}

@@ -10,8 +10,8 @@ from areal_gym.cli.app import run
 from areal_gym.cli.command_reference import JSON_KEYS
 from areal_gym.config import Layout, load_config
 from areal_gym.models.hf.hf_loading import Sharding, build_policy, load_policy
-from areal_gym.models.hf.hf_policy import HFPolicy
 from areal_gym.plan.memory_tracker import MemoryTracker, labelled_training
+from areal_gym.plan.operation_costs import Link
 from areal_gym.plan.simulated_step import full_group, simulate_step
 from areal_gym.plugins import registry
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
@@ -43,8 +43,8 @@ def config_of(name):
     return tiny_config(name, **SIZES)
 
 
-def simulated(name, *overrides):
-    return simulate_step(settings(*overrides), config_of(name))
+def simulated(name, *overrides, is_cpu=False):
+    return simulate_step(settings(*overrides), config_of(name), is_cpu=is_cpu)
 
 
 class RowsOfItsOwn(Ranks):
@@ -55,12 +55,6 @@ class RowsOfItsOwn(Ranks):
 
 
 def peak_of_a_real_step(rank, directory, overrides, num_ranks):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HFPolicy, "takes_cpu_kernels", False)
-        return measured_peak(rank, directory, overrides, num_ranks)
-
-
-def measured_peak(rank, directory, overrides, num_ranks):
     config = settings(*overrides)
     torch.set_num_threads(1)
     layout = Layout(shard=num_ranks)
@@ -123,13 +117,14 @@ def assert_alike(ours, real):
 
 def test_every_part_of_a_real_step_is_simulated(tmp_path):
     directory = checkpoint(tmp_path, "qwen3") / "qwen3"
-    assert_alike(simulated("qwen3").peak, peak_of_a_real_step(0, directory, (), 1))
+    assert_alike(simulated("qwen3", is_cpu=True).peak, peak_of_a_real_step(0, directory, (), 1))
 
 
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_every_part_of_a_rank_is_simulated(case, on_two_ranks):
     name, overrides = TWO_RANKS[case]
-    assert_alike(simulated(name, "trainer.num_ranks=2", *overrides).peak, on_two_ranks[case])
+    step = simulated(name, "trainer.num_ranks=2", *overrides, is_cpu=True)
+    assert_alike(step.peak, on_two_ranks[case])
 
 
 def test_shards_are_what_arithmetic_gives():
@@ -142,7 +137,9 @@ def test_shards_are_what_arithmetic_gives():
     assert step.peak["gradients"] == pytest.approx(step.peak["weights"], rel=0.05)
     # Forward and backward gather each layer; the forward pass of a critic, too.
     gathered = 4 * (trunks * count - unused)
-    assert gathered < step.traffic["allgather_base"] < 3 * gathered
+    costs = step.looks + step.microbatch
+    sent = costs.bytes_by_link[Link("all-gather", tuple(range(8)))]
+    assert gathered < sent < 3 * gathered
 
 
 def test_an_adapter_has_gradients_of_its_own_only():
