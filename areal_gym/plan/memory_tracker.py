@@ -169,7 +169,7 @@ def labelled_training(
             hook.remove()
 
 
-def _stored(tensor: Tensor) -> list[Tensor]:
+def _stored(tensor: Any) -> list[Tensor]:
     """Return the tensors that hold the values of a tensor: of a shard, or of quantised states."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]

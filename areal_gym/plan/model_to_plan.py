@@ -21,7 +21,9 @@ PlannedModel: TypeAlias = "PretrainedConfig | DecoderConfig"
 """A model that transformers runs, or the tiny decoder."""
 
 
-def model_to_plan(config: RunConfig, say: Callable[[str], None] = lambda line: None) -> PlannedModel:
+def model_to_plan(
+    config: RunConfig, say: Callable[[str], None] = lambda line: None
+) -> PlannedModel:
     """Return the config of `engine.model`; one on the hub is downloaded, after a line to `say`.
 
     The files of weights need not be there: a model is small if they would be.

@@ -45,7 +45,7 @@ def network_of_shapes(
     own_class: Any = network_class(config)._model_mapping[type(config)]
     if is_trunk:
         own_class = classifier_class(config)
-    wanted = distributed_config(sharding)
+    wanted: Any = distributed_config(sharding)
     if sharding is not None and sharding.layout.expert > 1:
         _register_even_exchange()
         wanted.ep_implementation = _EVEN

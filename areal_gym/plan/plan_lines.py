@@ -36,8 +36,9 @@ def summary(plan: RunPlan) -> list[str]:
         f"{_listed(plan.host_bytes)}"
     )
     parts = ", ".join(f"{part} {s:.1f}" for part, s in plan.seconds.items() if part != "step")
+    seconds = plan.seconds["step"]
     lines.append(
-        f"a step of {plan.step_tokens:,} tokens, estimated: {plan.seconds['step']:.0f} s ({parts}); "
+        f"a step of {plan.step_tokens:,} tokens, estimated: {seconds:.0f} s ({parts}); "
         f"{plan.limit} takes longest, by {plan.limited_by}"
     )
     return lines

@@ -36,8 +36,8 @@ PROCESS_BYTES = 2e9
 """Host memory of a process with torch and a GPU: libraries, the driver's own, pinned buffers."""
 TOKEN_BYTES = 64
 """Host memory of a token of a batch in the driver: ids, log-probabilities, masks, text."""
-BUCKET_MB = 1000
-"""The default size of a bucket of publication (`trainer.weight_sync.kwargs.bucket_mb`)."""
+_BUCKETS = {"distributed": (1000, 2), "tensor": (100, 4)}
+"""By weight sync, the default of `bucket_mb`, and how many copies of a bucket rank 0 holds."""
 _TRAINED = ("weights", "gradients", "states")
 
 
@@ -240,7 +240,7 @@ def _estimate(
     weight_sync = config.trainer.weight_sync.id
     if weight_sync == "auto":
         weight_sync = "disk" if servers.num_servers else "in-process"
-    num_bytes = 2 * shape.num_parameters
+    num_bytes = _sent_size(config) * shape.num_parameters
     seconds["publish"], limits["publish"] = publication_seconds(num_bytes, weight_sync)
     if servers.cache_tokens:
         seconds["generate"], limits["generate"] = generation_seconds(
@@ -277,19 +277,25 @@ def _pairs(shape: ModelShape, num_tokens: float, length: int) -> float:
 
 
 def publication_bytes(config: RunConfig, step: SimulatedStep) -> int:
-    """Return the bytes of a publication, in bfloat16."""
+    """Return the bytes of a publication, in the type that is sent."""
     if config.trainer.weight_sync.id == "lora":
-        return step.kept.get("weights", 0) // 2
-    return 2 * step.shape.num_parameters
+        return step.kept.get("weights", 0)
+    return _sent_size(config) * step.shape.num_parameters
+
+
+def _sent_size(config: RunConfig) -> int:
+    """Return the bytes of a number that is published."""
+    return 2 if config.trainer.weight_sync.kwargs.get("dtype") == "bfloat16" else 4
 
 
 def _bucket_bytes(config: RunConfig, step: SimulatedStep) -> int:
-    """Return the bytes of buckets: one is filled while the other is on its way."""
+    """Return what rank 0 gathers and holds to publish it."""
     weight_sync = config.trainer.weight_sync
-    largest = 2 * step.largest_weight
-    if weight_sync.id in ("distributed", "tensor"):
-        size = int(float(weight_sync.kwargs.get("bucket_mb", BUCKET_MB)) * 1e6)
-        return 2 * max(min(size, publication_bytes(config, step)), largest)
+    largest = _sent_size(config) * step.largest_weight
+    if weight_sync.id in _BUCKETS:
+        megabytes, num_copies = _BUCKETS[weight_sync.id]
+        size = int(float(weight_sync.kwargs.get("bucket_mb", megabytes)) * 1e6)
+        return num_copies * max(min(size, publication_bytes(config, step)), largest)
     return largest if config.trainer.num_ranks > 1 else 0
 
 

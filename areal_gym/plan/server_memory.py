@@ -11,6 +11,8 @@ from areal_gym.errors import ConfigError
 CACHE_SHARE = 0.85
 """Share of a GPU's memory that a server takes for weights and cache (`--mem-fraction-static`)."""
 
+_SIZE_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerMemory:
@@ -49,7 +51,9 @@ def servers_of(config: RunConfig) -> tuple[int, int, float]:
     share = float(given.get("--mem-fraction-static", CACHE_SHARE))
     if config.cluster.servers:
         return config.cluster.servers, max(1, config.cluster.gpus_per_server), share
-    named = (given[word] for word in ("--tp", "--tp-size", "--tensor-parallel-size") if word in given)
+    named = (
+        given[word] for word in ("--tp", "--tp-size", "--tensor-parallel-size") if word in given
+    )
     size = int(next(named, 1))
     return int(config.engine.kwargs.get("num_servers", 0)), size, share
 

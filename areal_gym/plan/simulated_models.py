@@ -58,8 +58,7 @@ class ModelMaker:
     def make(self, *, is_frozen: bool = False, is_trunk: bool = False) -> PolicyModel:
         """Return a model; a frozen one has weights in the type that is computed in."""
         if isinstance(self._config, DecoderConfig):
-            with self._mode:
-                return Decoder(self._config)
+            return _simulated_decoder(self._config, self._mode)
         dtype = torch.bfloat16 if self._is_short and is_frozen else torch.float32
         with unset_fake_temporarily():  # the ranks' mesh holds numbers
             network = network_of_shapes(
@@ -75,6 +74,16 @@ class _SimulatedPolicy(HFPolicy):
 
     def check_packing(self, pack: Pack, dtype: torch.dtype) -> None:
         """Nothing to compare: there are no values."""
+
+
+def _simulated_decoder(config: DecoderConfig, mode: FakeTensorMode) -> Decoder:
+    with unset_fake_temporarily():
+        decoder = Decoder(config, device="meta")
+    with mode:
+        for module in decoder.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
+    return decoder
 
 
 def shape_of(policy: PolicyModel) -> ModelShape:
@@ -199,7 +208,7 @@ def _block(chunk: list[Segment], device: torch.device) -> Block:
     num_rows = len(chunk)
     num_own = max(len(own) for _, own in chunk)
     num_keys = num_own + max(len(prompt) for prompt, _ in chunk)
-    index = {"dtype": torch.long, "device": device}
+    index: Any = {"dtype": torch.long, "device": device}
     return Block(
         query_index_BQ=torch.zeros(num_rows, num_own, **index),
         key_index_BK=torch.zeros(num_rows, num_keys, **index),

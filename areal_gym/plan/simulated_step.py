@@ -66,9 +66,8 @@ class SimulatedStep:
 
     def costs(self, num_microbatches: int, num_updates: int) -> Costs:
         """Return the costs of a rank's step of so many micro-batches and updates."""
-        return (
-            (self.looks + self.microbatch).times(num_microbatches)
-            + self.update.times(num_updates)
+        return (self.looks + self.microbatch).times(num_microbatches) + self.update.times(
+            num_updates
         )
 
 

@@ -1,0 +1,289 @@
+"""A simulated step takes what a real one takes, and what arithmetic says."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from areal_gym.config import load_config
+from areal_gym.models.backend import ModelLoader
+from areal_gym.models.flops import training_flops
+from areal_gym.models.hf.hf_loading import build_policy
+from areal_gym.models.tiny.decoder import build_decoder
+from areal_gym.models.tiny.hf_config import config_from_hf
+from areal_gym.plan.memory_tracker import MemoryTracker, labelled_training
+from areal_gym.plan.operation_costs import Link
+from areal_gym.plan.simulated_step import full_group, simulate_step
+from areal_gym.plugins import registry
+from areal_gym.trainer.chunked_logprobs import chunk_tokens
+from areal_gym.trainer.parallel.fsdp import load_for_training
+from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
+from areal_gym.trainer.trainer import Trainer
+from tests._support.rank_processes import on_ranks
+from tests._support.tiny_architectures import tiny_config
+
+SIZES = {
+    "vocab_size": 2000,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": False,
+}
+
+
+def settings(*overrides):
+    return load_config(
+        overrides=[
+            *("engine.model=none", "model.backend=transformers"),
+            *("engine.max_context=256", "rollout.max_new_tokens=64"),
+            *("trainer.tokens_per_microbatch=512", "trainer.optimizer=adamw", *overrides),
+        ]
+    )
+
+
+def config_of(name):
+    if name == "tied":
+        return tiny_config("qwen3", **SIZES | {"tie_word_embeddings": True})
+    return tiny_config(name, **SIZES)
+
+
+def simulated(name, *overrides, is_cpu=False):
+    return simulate_step(settings(*overrides), config_of(name), is_cpu=is_cpu)
+
+
+class RowsOfItsOwn(Ranks):
+    """Gives every rank as many rows as the simulated one has."""
+
+    def share(self, members, costs):
+        return list(members)
+
+
+def real_trainer(rank, directory, config):
+    """A trainer of this rank and groups that fill two micro-batches."""
+    torch.set_num_threads(1)
+    layout = config.trainer.layout
+    ranks = RowsOfItsOwn(rank, layout) if layout.num_ranks > 1 else ALONE
+    policy = load_for_training(
+        directory, config.trainer, ranks, loader=ModelLoader(backend=config.model.backend)
+    )
+    trainer = Trainer(
+        policy,
+        config.trainer,
+        advantage=registry().load("advantages", config.trainer.advantage),
+        loss=registry().load("losses", config.trainer.loss),
+        max_new_tokens=config.rollout.max_new_tokens,
+        reference=directory if config.trainer.kl.coefficient else None,
+        ranks=ranks,
+    )
+    return trainer, [full_group(config, 2)]
+
+
+def peak_of_a_real_step(rank, directory, *overrides):
+    trainer, groups = real_trainer(rank, directory, settings(*overrides))
+    trainer.step(groups, 0)
+    tracker = MemoryTracker(trainer.decoder.shape.vocab_size)
+    if trainer._reference is not None:
+        tracker.label(trainer._reference.parameters(), "frozen")
+    with labelled_training(tracker, trainer.decoder, trainer._optimizer.parts), tracker:
+        trainer.step(groups, 1)
+    return tracker.peak
+
+
+TWO_RANKS = {
+    "all layers kept": ("qwen3", ()),
+    "recomputed": ("qwen3", ("trainer.recompute_layers=true",)),
+    "with a reference": ("qwen3", ("trainer.kl.coefficient=0.1",)),
+    "tied": ("tied", ()),
+    "experts": ("qwen3_moe", ("trainer.recompute_layers=true",)),
+    "divided experts": ("qwen3_moe", ("trainer.parallel.expert=2",)),
+    "replicas": ("qwen3", ("trainer.parallel.replicate=2",)),
+}
+
+
+def peaks_of_two_ranks(rank, directory):
+    return {
+        case: peak_of_a_real_step(rank, directory / name, "trainer.num_ranks=2", *overrides)
+        for case, (name, overrides) in TWO_RANKS.items()
+    }
+
+
+def checkpoint(directory, name):
+    build_policy(config_of(name), seed=0).network.save_pretrained(directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    for name in {name for name, _ in TWO_RANKS.values()}:
+        checkpoint(directory, name)
+    return on_ranks(2, peaks_of_two_ranks, directory)[0]
+
+
+def assert_alike(ours, real):
+    assert sum(ours.values()) == pytest.approx(sum(real.values()), rel=0.1)
+    for kind in ("weights", "states", "frozen", "gradients", "activations", "logits"):
+        allowed = pytest.approx(real.get(kind, 0), rel=0.1, abs=0.01 * sum(real.values()))
+        assert ours.get(kind, 0) == allowed, kind
+
+
+def test_every_part_of_a_real_step_is_simulated(tmp_path):
+    directory = checkpoint(tmp_path, "qwen3") / "qwen3"
+    assert_alike(simulated("qwen3", is_cpu=True).peak, peak_of_a_real_step(0, directory))
+
+
+def test_every_part_of_a_step_of_the_tiny_decoder_is_simulated(tmp_path):
+    directory = checkpoint(tmp_path, "qwen3") / "qwen3"
+    shape = config_from_hf(config_of("qwen3").to_dict())
+    ours = simulate_step(settings("model.backend=tiny"), shape, is_cpu=True)
+    assert_alike(ours.peak, peak_of_a_real_step(0, directory, "model.backend=tiny"))
+    count = sum(p.numel() for p in build_decoder(shape, seed=0).parameters())
+    assert ours.shape.num_parameters == count
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_every_part_of_a_rank_is_simulated(case, on_two_ranks):
+    name, overrides = TWO_RANKS[case]
+    step = simulated(name, "trainer.num_ranks=2", *overrides, is_cpu=True)
+    assert_alike(step.peak, on_two_ranks[case])
+
+
+def test_shards_are_what_arithmetic_gives():
+    step = simulated("qwen3", "trainer.num_ranks=8", "trainer.algorithm=ppo")
+    count = step.shape.num_parameters
+    trunks = 2  # the policy's and the critic's, which has no output projection
+    unused = SIZES["vocab_size"] * SIZES["hidden_size"]
+    assert step.peak["weights"] == pytest.approx(4 * (trunks * count - unused) / 8, rel=0.05)
+    assert step.peak["states"] == pytest.approx(2 * step.peak["weights"], rel=0.05)
+    assert step.peak["gradients"] == pytest.approx(step.peak["weights"], rel=0.05)
+    # Forward and backward gather each layer; the forward pass of a critic, too.
+    gathered = 4 * (trunks * count - unused)
+    costs = step.looks + step.microbatch
+    sent = costs.bytes_by_link[Link("all-gather", tuple(range(8)))]
+    assert gathered < sent < 3 * gathered
+
+
+def test_an_adapter_has_gradients_of_its_own_only():
+    step = simulated("qwen3", "trainer.num_ranks=2", "trainer.lora.rank=2")
+    assert step.peak["frozen"] == pytest.approx(4 * step.shape.num_parameters / 2, rel=0.05)
+    assert step.peak["states"] < step.peak["frozen"] / 5
+    assert step.peak["gradients"] < step.peak["frozen"] / 5
+
+
+def test_operations_are_those_that_the_model_needs():
+    step = simulated("qwen3", "trainer.num_ranks=2")
+    needed = training_flops(
+        step.shape, num_tokens=step.num_tokens, num_pairs=0, num_logits=step.num_tokens
+    )
+    assert step.microbatch.flops == pytest.approx(needed, rel=0.02)
+    recomputed = simulated("qwen3", "trainer.num_ranks=2", "trainer.recompute_layers=true")
+    # Nothing needs the outputs of layers again, which their last products would give.
+    logits = 2 * SIZES["vocab_size"] * SIZES["hidden_size"] * step.num_tokens
+    last = 2 * 4 * SIZES["intermediate_size"] * SIZES["hidden_size"] * step.num_tokens
+    again = recomputed.microbatch.flops - step.microbatch.flops
+    assert again == pytest.approx(needed / 3 - logits - last, rel=0.02)
+
+
+def test_bytes_of_each_collective_are_what_arithmetic_gives():
+    everyone, pairs = tuple(range(4)), (0, 1)
+    plain = simulated("qwen3_moe", "trainer.num_ranks=4")
+    count = plain.shape.num_parameters
+    sent = (plain.microbatch + plain.update).bytes_by_link
+    assert sent[Link("reduce-scatter", everyone)] == pytest.approx(4 * count, rel=0.01)
+    divided = simulated("qwen3_moe", "trainer.num_ranks=4", "trainer.parallel.expert=2")
+    sent = (divided.microbatch + divided.update).bytes_by_link
+    experts = 4 * 8 * 3 * 32 * SIZES["hidden_size"]  # layers, experts, matrices, width
+    assert sent[Link("reduce-scatter", everyone)] == pytest.approx(4 * (count - experts), rel=0.01)
+    assert sent[Link("reduce-scatter", (0, 2))] == pytest.approx(4 * experts / 2, rel=0.01)
+    # Each token goes to two experts and back, in the forward and in the backward pass.
+    travels = 4 * 4 * 2 * 4 * SIZES["hidden_size"] * divided.num_tokens
+    assert sent[Link("all-to-all", pairs)] == pytest.approx(travels, rel=0.01)
+    assert divided.peak["weights"] == pytest.approx(4 * count / 4, rel=0.01)
+    replicas = simulated("qwen3_moe", "trainer.num_ranks=4", "trainer.parallel.replicate=2")
+    sent = (replicas.microbatch + replicas.update).bytes_by_link
+    assert sent[Link("all-reduce", (0, 2))] == pytest.approx(4 * count / 2, rel=0.01)
+    assert replicas.peak["states"] == pytest.approx(8 * count / 2, rel=0.01)
+
+
+def test_logits_are_those_of_the_chunk_that_the_trainer_takes():
+    on_cpu, on_gpu = (
+        simulated("qwen3", "trainer.tokens_per_microbatch=8192", is_cpu=is_cpu)
+        for is_cpu in (True, False)
+    )
+    for step, device in ((on_cpu, "cpu"), (on_gpu, "meta")):
+        tokens = min(8192, chunk_tokens(SIZES["vocab_size"], torch.device(device)))
+        chunk = 4 * SIZES["vocab_size"] * tokens
+        assert 3 * chunk < step.logits < 6 * chunk
+
+
+def test_attention_without_a_fused_kernel_keeps_its_scores():
+    """A soft cap is in no kernel of an accelerator: scores of all heads are kept."""
+    plain, capped = (
+        simulate_step(settings("trainer.dtype=bfloat16"), tiny_config(name, **SIZES))
+        for name in ("qwen3", "gemma2")
+    )
+    scores = 4 * 512 * 256 * 4 * 2  # heads, queries, keys, layers, bfloat16
+    assert capped.peak["activations"] > plain.peak["activations"] + scores
+
+
+# ---- the memory of processes -------------------------------------------------------------------
+
+
+LARGE = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+OF_PROCESSES = (
+    "trainer.tokens_per_microbatch=256",
+    "engine.max_context=256",
+)
+
+
+def private_bytes():
+    with open("/proc/self/status") as status:
+        return 1e3 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+
+def peak_of_a_process(rank, directory, *overrides):
+    """The private memory of two steps, beyond that of a process that trained a tiny model."""
+    config = settings(*OF_PROCESSES, *overrides)
+    for name in ("small", "large"):
+        gc.collect()
+        before, peak, is_over = private_bytes(), [0.0], threading.Event()
+        watcher = threading.Thread(target=watch, args=(peak, is_over))
+        watcher.start()
+        trainer, groups = real_trainer(rank, directory / name, config)
+        trainer.step(groups, 0)
+        trainer.step(groups, 1)
+        is_over.set()
+        watcher.join()
+    return peak[0] - before
+
+
+def watch(peak, is_over):
+    while not is_over.is_set():
+        peak[0] = max(peak[0], private_bytes())
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_processes_take_what_is_simulated(num_ranks, tmp_path):
+    """Of a model of a hundred million parameters, whose libraries have warmed up."""
+    for name, sizes in (("small", {}), ("large", LARGE)):
+        policy = build_policy(tiny_config("qwen3", **sizes), seed=0)
+        policy.network.to(torch.bfloat16).save_pretrained(tmp_path / name)
+    overrides = (f"trainer.num_ranks={num_ranks}",)
+    step = simulate_step(
+        settings(*OF_PROCESSES, *overrides), tiny_config("qwen3", **LARGE), is_cpu=True
+    )
+    simulated_bytes = sum(step.peak.values())
+    for measured in on_ranks(num_ranks, peak_of_a_process, tmp_path, *overrides):
+        assert measured == pytest.approx(simulated_bytes, rel=0.1)
