@@ -146,7 +146,7 @@ class _SimulatedTrainer(Trainer):
         self._maker = maker
         self._tracker = tracker
         self._begun: list[Costs] = []
-        settings = config.scheduled_trainer()
+        settings = config.trainer_of_run()
         super().__init__(
             policy,
             settings,
