@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    ProcessGroup,
-    _resolve_process_group,
-    get_process_group_ranks,
-)
+from torch.distributed import ProcessGroup, distributed_c10d, get_process_group_ranks
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -104,13 +100,14 @@ def _is_tensor(value: Any) -> bool:
 
 def _group_of(arguments: Iterable[Any]) -> tuple[int, ...] | None:
     """Return the ranks of the process group among the arguments of a collective."""
+    resolve: Any = distributed_c10d._resolve_process_group
     for argument in arguments:
-        group = None
+        group: ProcessGroup | None = None
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             group = ProcessGroup.unbox(argument)
         elif isinstance(argument, str):
             try:
-                group = _resolve_process_group(argument)
+                group = resolve(argument)
             except RuntimeError:  # the name of a reduction
                 continue
         if group is not None:
