@@ -100,14 +100,14 @@ def _is_tensor(value: Any) -> bool:
 
 def _group_of(arguments: Iterable[Any]) -> tuple[int, ...] | None:
     """Return the ranks of the process group among the arguments of a collective."""
-    resolve: Any = distributed_c10d._resolve_process_group
+    c10d: Any = distributed_c10d  # torch exports no public name for it
     for argument in arguments:
         group: ProcessGroup | None = None
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             group = ProcessGroup.unbox(argument)
         elif isinstance(argument, str):
             try:
-                group = resolve(argument)
+                group = c10d._resolve_process_group(argument)
             except RuntimeError:  # the name of a reduction
                 continue
         if group is not None:
