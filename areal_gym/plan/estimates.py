@@ -31,7 +31,7 @@ the scores again (FlashAttention-2)."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What the trainer computes and sends in a step, of one rank."""
+    """The work of one rank in a step."""
 
     costs: Costs
     attention_flops: float
