@@ -120,10 +120,13 @@ def test_delta_gives_servers_the_same_bits(server, policies, two_ranks, tmp_path
     asyncio.run(play())
 
 
-def test_server_of_two_workers_gets_its_weights_by_every_channel(kind, policies, tmp_path):
+def test_server_of_two_workers_gets_its_weights_by_every_channel(
+    kind, policies, tmp_path, monkeypatch
+):
     """Each worker of a server with tensor parallelism takes its part of each tensor."""
     if kind == "fake":
         pytest.skip("the stand-in is one worker")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # else it wants a NUMA node for each
     weights = load_checkpoint(policies[1]).state_dict()
 
     async def play(url):

@@ -231,7 +231,7 @@ class _SendShare:
         share.id = self.id
         side.kept[_KEPT] = share
         sizes, failures = self._post(side.ranks.rank, share, changes)
-        results = side.ranks.gather((changes.num_changed, sizes, failures))
+        results = side.gather((changes.num_changed, sizes, failures))
         broken = {relay: str(e) for _, _, failed in results for relay, e in failed.items()}
         num_bytes = {r: sum(sizes.get(r, 0) for _, sizes, _ in results) for r in self.takes_changes}
         num_changed = sum(number for number, _, _ in results)

@@ -38,6 +38,14 @@ class RankSide:
     kept: dict[str, Any]
     """What tasks leave in the rank from one publication to the next."""
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, those of tensor and context groups too, in order."""
+        if self.ranks.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.ranks.size
+        torch.distributed.all_gather_object(gathered, value)
+        return gathered
+
     def agree(self, error: Exception | None) -> None:
         """Return when all ranks have called this; raise the first rank's error in every rank.
 
@@ -50,7 +58,7 @@ class RankSide:
             mine = error
         else:
             mine = TrainError(f"the weights were not published: {type(error).__name__}: {error}")
-        for other in self.ranks.gather(mine):
+        for other in self.gather(mine):
             if other is not None:
                 raise other
 
