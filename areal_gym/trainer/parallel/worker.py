@@ -129,10 +129,16 @@ class ProcessTrainer(RemoteTrainer):
         return answers[0]
 
     def _wait_for_checkpoint(self) -> None:
+        first = self._workers[0].saved
         try:
-            error: BaseException | None = pickle.loads(self._workers[0].saved.recv_bytes())
+            # The first one tells. All that can be read from the others is that they have died.
+            if wait([worker.saved for worker in self._workers]) != [first]:
+                raise EOFError
+            error: BaseException | None = pickle.loads(first.recv_bytes())
         except (EOFError, OSError) as lost:
             raise self._death() from lost
+        if isinstance(error, TrainError) and self._exit_code():
+            raise self._death() from error  # it tells that it has lost another one
         if error is not None:
             raise error
 
