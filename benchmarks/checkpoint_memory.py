@@ -113,11 +113,10 @@ def write_policy(directory: Path, millions: int, dtype: torch.dtype) -> int:
 def groups() -> list[Group]:
     """One group of two short random trajectories."""
     rng = random.Random(0)
-    draw = lambda: tuple(rng.randrange(10, 60) for _ in range(8))  # noqa: E731
-    task, prompt = Task(id="0", data={}), draw()
+    prompt, *replies = (tuple(rng.randrange(10, 60) for _ in range(8)) for _ in range(3))
+    task = Task(id="0", data={})
     members = []
-    for number in range(2):
-        reply = draw()
+    for number, reply in enumerate(replies):
         spans = (
             TokenSpan(origin="prompt", token_ids=prompt),
             TokenSpan(

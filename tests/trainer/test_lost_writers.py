@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from areal_gym.config import TrainerConfig
-from areal_gym.errors import TrainError
+from areal_gym.errors import LostRankError, TrainError
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
@@ -98,7 +98,7 @@ def test_rank_killed_while_writing_loses_nothing(tmp_path):
         for rank in range(2):
             (tmp_path / f"trouble-{rank}").write_text("stuck")
         kill = lambda: os.kill(wait_for_pid(tmp_path / "pid"), signal.SIGKILL)  # noqa: E731
-        with pytest.raises(TrainError, match=r"has died .*SIGKILL"):
+        with pytest.raises(LostRankError, match=r"rank 1 .* has died.*SIGKILL"):
             save_trainer(trainer, checkpoints, 2, tiny_checkpoint(), on_copied=kill)
     finally:
         trainer.close()

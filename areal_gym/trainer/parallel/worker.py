@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from areal_gym.config import TrainerConfig
-from areal_gym.errors import LostRankError
+from areal_gym.errors import LostRankError, TrainError
 from areal_gym.models.backend import AUTO, ModelLoader
 from areal_gym.trainer.out_of_memory import DEATH_HINTS
 from areal_gym.trainer.parallel.remote_trainer import (
@@ -137,7 +137,7 @@ class ProcessTrainer(RemoteTrainer):
             error: BaseException | None = pickle.loads(first.recv_bytes())
         except (EOFError, OSError) as lost:
             raise self._death() from lost
-        if isinstance(error, TrainError) and self._exit_code():
+        if isinstance(error, TrainError) and self._find_dead() is not None:
             raise self._death() from error  # it tells that it has lost another one
         if error is not None:
             raise error
