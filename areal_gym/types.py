@@ -1,4 +1,4 @@
-"""The records that the layers hand to each other. Standard library only.
+"""The records that the layers hand to each other. Standard library only, numbers packed.
 
 Records are frozen, because they cross tasks, threads, processes and JSON. One word per thing:
 
@@ -9,18 +9,20 @@ Suffixes of ragged arrays name their axis: `_G` trajectories of a group, `_T` to
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, Literal, NotRequired, TypedDict
+
+from areal_gym.utils.frozen_data import content_hash as content_hash
+from areal_gym.utils.frozen_data import freeze as freeze
+from areal_gym.utils.frozen_data import thaw as thaw
+from areal_gym.utils.packed_numbers import Floats, Ints, PackedNumbers, from_packed
 
 Origin = Literal["prompt", "policy", "env"]
 
@@ -192,12 +194,15 @@ class TokenSpan:
     """Consecutive tokens with one origin and, for sampled ones, one policy version.
 
     `TokenSpan(origin="policy", token_ids=(9, 12), logprobs=(-0.1, -0.7), policy_version=3)`
+
+    Numbers may be given as tuples, lists or arrays. They are kept packed (`Ints`, `Floats`), which
+    read, compare and slice as tuples do.
     """
 
     origin: Origin
     """The author of these tokens; only "policy" tokens are trained on, and have `logprobs`."""
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] | None = None
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] | None = None
     """Log-probabilities under the sampling distribution, one per token."""
     policy_version: int | None = None
     """The version of the weights that sampled these tokens."""
@@ -205,12 +210,16 @@ class TokenSpan:
     """Index of the engine call; a prompt or env span has the index of the turn after it."""
     branch: int = 0
     """Index of the token sequence that it belongs to: +1 whenever history was rewritten."""
-    teacher_logprobs: tuple[float, ...] | None = None
+    teacher_logprobs: Sequence[float] | None = None
     """A teacher's log-probabilities of these tokens, if there is one."""
     routed_experts: RoutedExperts | None = None
     """The experts by which a mixture sampled each of these tokens, where the engine tells."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", Ints.of(self.token_ids))
+        for name in ("logprobs", "teacher_logprobs"):
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Floats.of(values))
         num_ids, logprobs = len(self.token_ids), self.logprobs
         if self.origin != "policy":
             if logprobs is not None or self.policy_version is not None:
@@ -307,9 +316,9 @@ class Trajectory:
         return self.spans[-1].branch if self.spans else 0
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> Sequence[int]:
         """All ids in order, branch after branch."""
-        return tuple(token_id for span in self.spans for token_id in span.token_ids)
+        return Ints.joined(span.token_ids for span in self.spans)
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
@@ -321,8 +330,12 @@ class Trajectory:
         """The number of tokens that the policy sampled."""
         return sum(len(span) for span in self.spans if span.origin == "policy")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON-ready form, the line format of `trajectories/*.jsonl`."""
+    def to_dict(self, *, packs_numbers: bool = False) -> dict[str, Any]:
+        """Return the JSON-ready form.
+
+        With `packs_numbers`, the line format of `trajectories/*.jsonl`: token ids and
+        log-probabilities are base64 of little-endian arrays, {"int32": "..."}, and not lists.
+        """
         turns = self.turns
         return {
             "id": self.id,
@@ -343,7 +356,7 @@ class Trajectory:
             "turns": [asdict(turn) | {"finish_reason": str(turn.finish_reason)} for turn in turns],
             "messages": list(self.messages),
             # The spans come last, so that a list of trajectories can be read without them.
-            "spans": [_span_row(span) for span in self.spans],
+            "spans": [_span_row(span, packs_numbers) for span in self.spans],
         }
 
     @classmethod
@@ -364,9 +377,12 @@ class Trajectory:
         )
 
 
-def _span_row(span: TokenSpan) -> dict[str, Any]:
-    row, experts = asdict(span), span.routed_experts
-    del row["routed_experts"]  # most models have none
+def _span_row(span: TokenSpan, packs_numbers: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {field.name: getattr(span, field.name) for field in fields(TokenSpan)}
+    for name, values in row.items():
+        if isinstance(values, PackedNumbers):
+            row[name] = values.to_packed() if packs_numbers else values.tolist()
+    experts = row.pop("routed_experts")  # most models have none
     return row if experts is None else row | {"routed_experts": experts.to_dict()}
 
 
@@ -374,12 +390,16 @@ def _span(row: Mapping[str, Any]) -> TokenSpan:
     read: dict[str, Any] = {n: _floats(row.get(n)) for n in ("logprobs", "teacher_logprobs")}
     if row.get("routed_experts") is not None:
         read["routed_experts"] = RoutedExperts.from_dict(row["routed_experts"])
-    return TokenSpan(**{**row, **read, "token_ids": tuple(row["token_ids"])})
+    return TokenSpan(**{**row, **read, "token_ids": from_packed(row["token_ids"])})
 
 
-def _floats(values: Sequence[float | None] | None) -> tuple[float, ...] | None:
-    # JSON has no NaN: records hold null in its place.
-    return None if values is None else tuple(math.nan if v is None else v for v in values)
+def _floats(value: Any) -> Sequence[float] | None:
+    if value is None:
+        return None
+    # JSON has no NaN: lists hold null in its place.
+    values = from_packed(value)
+    is_packed = isinstance(values, PackedNumbers)
+    return values if is_packed else [math.nan if v is None else v for v in values]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -420,30 +440,6 @@ class Group:
     def oldest_version(self) -> int | None:
         """The oldest policy version that sampled a token of the group; None without tokens."""
         return min((v for t in self.trajectories for v in t.policy_versions[:1]), default=None)
-
-
-def freeze(value: Any) -> Any:
-    """Return a read-only deep copy: mappings become mapping proxies, lists become tuples."""
-    if isinstance(value, Mapping):
-        return MappingProxyType({key: freeze(item) for key, item in value.items()})
-    if isinstance(value, list | tuple):
-        return tuple(freeze(item) for item in value)
-    return value
-
-
-def thaw(value: Any) -> Any:
-    """Reverse `freeze`: return plain dicts and lists, fit for JSON."""
-    if isinstance(value, Mapping):
-        return {key: thaw(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [thaw(item) for item in value]
-    return value
-
-
-def content_hash(value: Any) -> str:
-    """Return 16 hex digits that depend on the content only, not on key order or machine."""
-    text = json.dumps(thaw(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _short(value: object, limit: int = 80) -> str:

@@ -48,7 +48,7 @@ KNOWN_EXCEPTIONS = {("rollout", "runs.episodes")}
 MAY_IMPORT = {
     "errors": set(),
     "version": set(),
-    "types": set(),
+    "types": {"utils"},
     "utils": {"errors"},
     "_moved": set(),
     "plugins": {"errors", "version"},

@@ -64,7 +64,7 @@ class FastTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, control tokens included."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
 

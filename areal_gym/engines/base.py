@@ -63,10 +63,10 @@ class SamplingParams:
 class Generation:
     """The tokens that the policy sampled for one prompt."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     """Under the sampling distribution, one per token."""
-    versions: tuple[int, ...]
+    versions: Sequence[int]
     """The policy version that sampled each token; weights may be published during a turn."""
     finish_reason: FinishReason
     routed_experts: RoutedExperts | None = None
@@ -119,9 +119,9 @@ class Engine(Protocol):
 class Piece:
     """Some tokens of a generation in progress; the fields are those of `Generation`."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
     finish_reason: FinishReason | None = None
     """None until the last piece."""
     routed_experts: RoutedExperts | None = None

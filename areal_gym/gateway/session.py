@@ -211,7 +211,7 @@ class Session:
         dialect = renderer.tool_dialect if request.tools and request.has_calls else "plain"
         stream = TextStream(renderer, dialect if request.prompt is None else None, request.stops)
 
-        def on_tokens(token_ids: tuple[int, ...]) -> int | None:
+        def on_tokens(token_ids: Sequence[int]) -> int | None:
             num_kept = stream.add(token_ids)
             if on_text is not None and (deltas := stream.new_deltas()):
                 on_text(index, deltas)

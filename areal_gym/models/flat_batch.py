@@ -21,6 +21,7 @@ from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,8 +109,8 @@ class PackedBatch:
     positions_N: Tensor
     segments: tuple[Segment, ...]
     """Prompts first, then siblings side by side; the second ranges cover the flat axis."""
-    row_index: tuple[list[int], ...]
-    """For each row, the flat position of each of its tokens (shared ones included)."""
+    row_index: tuple[np.ndarray[Any, Any], ...]
+    """For each row, as int64, the flat position of each of its tokens (shared ones included)."""
     routed_experts_NLK: Tensor | None = None
     """The experts that an engine recorded, int16; -1 for tokens without a record."""
 
@@ -134,14 +135,15 @@ class PackedBatch:
     def varlen_plan(self) -> VarlenPlan:
         """The arguments of one call of the variable-length kernel for this batch."""
         ordered = sorted(self.segments, key=lambda pair: pair[1].start)
-        keys = [[*prompt, *mine] for prompt, mine in ordered]
+        parts = [np.arange(part.start, part.stop) for pair in ordered for part in pair]
+        num_keys = [len(prompt) + len(mine) for prompt, mine in ordered]
         tensor = partial(torch.tensor, device=self.token_ids_N.device)
         return VarlenPlan(
-            key_index_P=tensor([i for part in keys for i in part]),
+            key_index_P=tensor(np.concatenate([np.arange(0), *parts])),
             query_ends=tensor([0, *(mine.stop for _, mine in ordered)], dtype=torch.int32),
-            key_ends=tensor([0, *accumulate(map(len, keys))], dtype=torch.int32),
+            key_ends=tensor([0, *accumulate(num_keys)], dtype=torch.int32),
             most_queries=max((len(mine) for _, mine in ordered), default=0),
-            most_keys=max(map(len, keys), default=0),
+            most_keys=max(num_keys, default=0),
         )
 
     @cached_property

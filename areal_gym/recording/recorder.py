@@ -26,6 +26,7 @@ from areal_gym.engines.base import Engine, Generation, Piece, SamplingParams, st
 from areal_gym.errors import EngineError
 from areal_gym.recording.record import EpisodeRecord, TurnDraft
 from areal_gym.types import FinishReason, Message, RoutedExperts, TokenSpan
+from areal_gym.utils.packed_numbers import Floats, Ints
 
 _names = itertools.count()
 
@@ -124,7 +125,7 @@ class Recorder(EpisodeRecord):
         *,
         params: SamplingParams | None = None,
         seed: int | None = None,
-        on_tokens: Callable[[tuple[int, ...]], int | None] | None = None,
+        on_tokens: Callable[[Sequence[int]], int | None] | None = None,
         text: Callable[[], str | None] | None = None,
     ) -> tuple[Message, Generation]:
         """Let the policy answer, and append the answer to the dialogue.
@@ -197,7 +198,7 @@ class Recorder(EpisodeRecord):
         prompt: Prompt,
         params: SamplingParams,
         name: str,
-        on_tokens: Callable[[tuple[int, ...]], int | None],
+        on_tokens: Callable[[Sequence[int]], int | None],
     ) -> Generation:
         pieces: list[Piece] = []
         finish_reason = None
@@ -218,8 +219,8 @@ class Recorder(EpisodeRecord):
                 if finish_reason is not None:
                     break
         return Generation(
-            token_ids=tuple(i for piece in pieces for i in piece.token_ids),
-            logprobs=tuple(p for piece in pieces for p in piece.logprobs),
+            token_ids=Ints.joined(piece.token_ids for piece in pieces),
+            logprobs=Floats.joined(piece.logprobs for piece in pieces),
             versions=tuple(v for piece in pieces for v in piece.versions),
             finish_reason=finish_reason or FinishReason.ABORT,
             routed_experts=RoutedExperts.joined(p.routed_experts for p in pieces if p.token_ids),

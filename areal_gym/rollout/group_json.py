@@ -2,21 +2,20 @@
 
 The run directory's `trajectories/*.jsonl` are for people; this format is for the journal, and for
 episodes played in other processes: it must cost little beside playing. Token ids (int32) and
-log-probabilities (float64) are base64 of little-endian arrays: an eighth of the time of writing
+log-probabilities (float64) are base64 of little-endian arrays: a tenth of the time of writing
 them as digits, and exact.
 """
 
 from __future__ import annotations
 
 import json
-import struct
-from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
 from areal_gym.types import Group, Task, TokenSpan, Trajectory, Turn
+from areal_gym.utils.packed_numbers import Floats, Ints
 
 
 def _names(cls: type, *apart: str) -> tuple[str, ...]:
@@ -25,6 +24,8 @@ def _names(cls: type, *apart: str) -> tuple[str, ...]:
 
 _PLAIN = _names(Trajectory, "task", "spans", "turns")
 _SPAN = _names(TokenSpan, "token_ids", "logprobs", "routed_experts")
+_FLOATS = ("logprobs", "teacher_logprobs")
+"""Columns of the policy's tokens; either all of its spans have them, or none."""
 _TURN = _names(Turn)
 _plain_of, _span_of, _turn_of = attrgetter(*_PLAIN), attrgetter(*_SPAN), attrgetter(*_TURN)
 
@@ -66,13 +67,15 @@ def dump_row(row: Mapping[str, Any]) -> str:
 
 def _pack(trajectory: Trajectory, task: Task) -> dict[str, Any]:
     spans = trajectory.spans
-    ids = [token_id for span in spans for token_id in span.token_ids]
-    logprobs = [value for span in spans if span.logprobs is not None for value in span.logprobs]
     row = dict(zip(_PLAIN, _plain_of(trajectory), strict=True))
     row["turns"] = [_turn_of(turn) for turn in trajectory.turns]
-    row["spans"] = [(len(span.token_ids), *_span_of(span)) for span in spans]
-    row["token_ids"] = _to_text("i", ids)
-    row["logprobs"] = _to_text("d", logprobs)
+    row["token_ids"] = Ints.joined(span.token_ids for span in spans).to_text()
+    sampled = [span for span in spans if span.origin == "policy"]
+    for name in _FLOATS:
+        columns = [getattr(span, name) for span in sampled]
+        if None not in columns:
+            row[name] = Floats.joined(columns).to_text()
+    row["spans"] = [(len(span), *_span_values(span, row.keys())) for span in spans]
     experts = [span.routed_experts and span.routed_experts.to_dict() for span in spans]
     if any(experts):
         row["routed_experts"] = experts
@@ -83,31 +86,37 @@ def _pack(trajectory: Trajectory, task: Task) -> dict[str, Any]:
 
 def _unpack(packed: Mapping[str, Any], task: Mapping[str, Any]) -> Trajectory:
     row: dict[str, Any] = {"task": task, **packed}
-    ids, logprobs = iter(_from_text("i", row["token_ids"])), iter(_from_text("d", row["logprobs"]))
     row["turns"] = [dict(zip(_TURN, turn, strict=True)) for turn in row["turns"]]
-    row["spans"] = [_span(length, values, ids, logprobs) for length, *values in row["spans"]]
+    row["spans"] = list(_spans(row))
     for span, experts in zip(row["spans"], row.pop("routed_experts", ()), strict=False):
         span["routed_experts"] = experts
     return Trajectory.from_dict(row)
 
 
-def _span(
-    length: int, values: Sequence[Any], ids: Iterator[int], logprobs: Iterator[float]
-) -> dict[str, Any]:
-    span = dict(zip(_SPAN, values, strict=True))
-    span["token_ids"] = [next(ids) for _ in range(length)]
-    is_sampled = span["origin"] == "policy"
-    span["logprobs"] = [next(logprobs) for _ in range(length)] if is_sampled else None
-    return span
+def _span_values(span: TokenSpan, columns: Container[str]) -> Iterator[Any]:
+    """Yield a span's values but for those that are in `columns`."""
+    for name, value in zip(_SPAN, _span_of(span), strict=True):
+        if isinstance(value, Floats):
+            is_in_column = name in columns and span.origin == "policy"
+            yield None if is_in_column else value.tolist()
+        else:
+            yield value
 
 
-def _to_text(code: str, values: Sequence[float]) -> str:
-    return b64encode(struct.pack(f"<{len(values)}{code}", *values)).decode("ascii")
-
-
-def _from_text(code: str, text: str) -> tuple[Any, ...]:
-    raw = b64decode(text)
-    return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
+def _spans(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the spans of a packed row, which loses the numbers of its tokens."""
+    ids = Ints.from_text(row.pop("token_ids"))
+    columns = {name: Floats.from_text(row.pop(name)) for name in _FLOATS if name in row}
+    start, starts = 0, dict.fromkeys(columns, 0)
+    for length, *values in row["spans"]:
+        span = dict(zip(_SPAN, values, strict=True))
+        span["token_ids"] = ids[start : start + length]
+        start += length
+        for name, column in columns.items():
+            if span["origin"] == "policy":
+                first, starts[name] = starts[name], starts[name] + length
+                span[name] = column[first : starts[name]]
+        yield span
 
 
 def _plain(value: Any) -> Any:

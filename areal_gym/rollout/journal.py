@@ -13,7 +13,8 @@ that was lost had used them; unfinished ones are played again; dropped ones stay
 `checkpoint`, once it is saved, deletes the lines of the groups that are settled.
 
 Lines are not synced to the disk one by one: a power cut may cost the newest, and their groups are
-then played again.
+then played again. So it is with the lines that a `BackgroundJournal` has not written when its
+process is killed.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from areal_gym.errors import TrainError
 from areal_gym.rollout.group_json import dump_row, pack_group, unpack_group
 from areal_gym.types import Group
+from areal_gym.utils.background_writer import BackgroundWriter
 from areal_gym.utils.files import MOST_BYTES, append_bytes, readable_disk_errors
 
 
@@ -181,3 +184,44 @@ class Journal:
             known.rewards_G = row["rewards"]
         self._known[index] = known
         self._lines.setdefault(index, []).append((self._size, length))
+
+
+class BackgroundJournal(Journal):
+    """A journal whose lines a thread writes, in order: the event loop never waits for the disk.
+
+    Raises:
+        TrainError: a line before could not be written, in every method that writes.
+    """
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self._writer = BackgroundWriter("journal")
+
+    def issued(self, index: int, options: Mapping[str, Any]) -> None:
+        """Record that a group is being played."""
+        self._writer.start(partial(super().issued, index, options))
+
+    def scored(self, index: int, group: Group) -> None:
+        """Record that a group is complete, and waits to be trained on."""
+        self._writer.start(partial(super().scored, index, group))
+
+    def dropped(self, index: int, reason: str, rewards_G: Sequence[float] | None = None) -> None:
+        """Record that a group will never be trained on."""
+        self._writer.start(partial(super().dropped, index, reason, rewards_G))
+
+    def taken(self, indices: Iterable[int], step: int) -> None:
+        """Record that groups were handed to the trainer, for this step."""
+        self._writer.start(partial(super().taken, list(indices), step))
+
+    def checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Delete the lines of groups that are settled by a saved `RolloutRunner.state()`."""
+        self._writer.start(partial(super().checkpoint, state))
+
+    def finish(self) -> None:
+        """Block until every line is written."""
+        self._writer.finish()
+
+    def close(self) -> None:
+        """Close the file, once every line is written. Idempotent."""
+        self._writer.close()
+        super().close()

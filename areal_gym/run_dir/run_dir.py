@@ -28,6 +28,7 @@ from areal_gym.utils.files import (
     to_json,
     write_atomic,
 )
+from areal_gym.utils.packed_numbers import PackedNumbers
 from areal_gym.version import __version__
 
 RunMode = Literal["new", "resume", "clean"]
@@ -190,7 +191,7 @@ class RunDir(RunFiles):
     def save_trajectories(self, trajectories: Iterable[Trajectory], *, name: int | str) -> Path:
         """Save the trajectories of a step (`name=12`) or others (`name="eval-0"`) in one file."""
         file = self.trajectories_file(name)
-        _write_rows(file, (t.to_dict() for t in trajectories))
+        _write_rows(file, (t.to_dict(packs_numbers=True) for t in trajectories))
         return file
 
     def save_refused(self, trajectories: Iterable[Trajectory], step: int) -> Path:
@@ -199,7 +200,7 @@ class RunDir(RunFiles):
 
     def save_trained(self, rows: Iterable[Mapping[str, Any]], *, step: int) -> None:
         """Save the advantages and log-probabilities of a step, one row for each trajectory."""
-        _write_rows(self.trained_dir / f"step-{step:06d}.jsonl", rows)
+        _write_rows(self.trained_dir / f"step-{step:06d}.jsonl", map(_packed, rows))
 
     def save_tokenizer(self, policy: Path) -> None:
         """Keep the tokenizer of a checkpoint directory, if it has a `tokenizer.json`."""
@@ -264,7 +265,14 @@ class RunDir(RunFiles):
 
 
 def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    write_atomic(file, "".join(to_json(row) + "\n" for row in rows))
+    write_atomic(file, (to_json(row) + "\n" for row in rows))
+
+
+def _packed(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.to_packed() if isinstance(value, PackedNumbers) else value
+        for name, value in row.items()
+    }
 
 
 def _software() -> dict[str, Any]:

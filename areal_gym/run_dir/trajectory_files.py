@@ -1,13 +1,17 @@
 """Reading files of trajectories without their tokens.
 
-Nine tenths of a line are token ids and log-probabilities. They come last (`Trajectory.to_dict`), so
+Most of a line are token ids and log-probabilities. They come last (`Trajectory.to_dict`), so
 only the part before them is parsed: 10,000 trajectories are listed in half a second, and each of
 them is then read by its offset in the file.
+
+Numbers of tokens are base64 of little-endian arrays, {"int32": "..."}; in files of earlier versions
+they are lists. Readers here give lists either way.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,10 +21,11 @@ from typing import Any
 
 from areal_gym.errors import DataError, UnknownIdError
 from areal_gym.utils.files import open_data
+from areal_gym.utils.packed_numbers import from_packed
 
 # A quote inside of a JSON string has a backslash before it: these are keys and nothing else.
 _SPANS = b', "spans": ['
-_ADVANTAGES = b', "advantages": ['
+_ADVANTAGES = b', "advantages": '
 
 _PREVIEW = 120
 """Characters shown of a trajectory's last message."""
@@ -73,14 +78,19 @@ class TrajectoryFile:
             return self._heads[start:end]
 
     def read(self, place: int) -> dict[str, Any]:
-        """Read the whole trajectory at `place`, as parsed JSON.
+        """Read the whole trajectory at `place`, as parsed JSON with lists of numbers.
 
         Raises:
             UnknownIdError: the file is shorter.
             DataError: a line is not a trajectory.
         """
         head = self._head(place)
-        return _parsed(self._raw(head, head.num_bytes), self.path, place)
+        row = _parsed(self._raw(head, head.num_bytes), self.path, place)
+        for span in row["spans"]:
+            for name in ("token_ids", "logprobs", "teacher_logprobs"):
+                if isinstance(span.get(name), dict):
+                    span[name] = _numbers(span[name], self.path, place)
+        return row
 
     def read_head(self, place: int) -> dict[str, Any]:
         """Read the trajectory at `place` without `spans`."""
@@ -148,18 +158,18 @@ class TrainedFile:
         self._index_up_to(place)
         return self._advantages.get(place)
 
-    def read(self, place: int) -> dict[str, list[float]] | None:
+    def read(self, place: int) -> dict[str, list[float | None]] | None:
         """Read `advantages` and `logprobs` of a trajectory's sampled tokens, in their order."""
         self._index_up_to(place)
         if place not in self._lines:
             return None
-        columns: dict[str, list[float]] = {"advantages": [], "logprobs": []}
+        columns: dict[str, list[float | None]] = {"advantages": [], "logprobs": []}
         with open_data(self.path) as stream:
             for offset, num_bytes in self._lines[place]:
                 stream.seek(offset)
                 row = _parsed(stream.read(num_bytes), self.path, place)
                 for name, values in columns.items():
-                    values += row[name]
+                    values += _numbers(row[name], self.path, place, decimals=5)
         return columns
 
     def _index_up_to(self, place: int) -> None:
@@ -198,6 +208,22 @@ def _parsed(raw: bytes, path: Path, place: int) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{path}, line {place + 1} is not a JSON object")
     return row
+
+
+def _numbers(value: Any, path: Path, place: int, decimals: int | None = None) -> list[Any]:
+    """Return numbers that may be packed as a list, with null for those that are not finite."""
+    try:
+        numbers = from_packed(value)
+    except ValueError as error:
+        raise DataError(f"{path}, line {place + 1}: {error}") from None
+    return [
+        None
+        if number is None or not math.isfinite(number)
+        else number
+        if decimals is None
+        else round(number, decimals)
+        for number in numbers
+    ]
 
 
 def _summary(row: Mapping[str, Any], step: int | None) -> dict[str, Any]:

@@ -68,7 +68,8 @@ async def _evaluate(
             display.phase(label, total)
             report = await _measure(config, components, engine, renderer, greedy, watch)
     if out is not None:
-        RunDir(out).save_trajectories(watch.trajectories, name="eval-greedy" if greedy else "eval")
+        name = "eval-greedy" if greedy else "eval"
+        await asyncio.to_thread(RunDir(out).save_trajectories, watch.trajectories, name=name)
     return report
 
 
@@ -192,7 +193,9 @@ class Evaluations:
             report = await _measure(config, self.components, engine, self.renderer, greedy, watch)
             reports.append(report)
         sampled, greedy_report = reports
-        self.directory.save_trajectories(watches[0].trajectories, name=f"eval-{step:06d}")
+        await asyncio.to_thread(
+            self.directory.save_trajectories, watches[0].trajectories, name=f"eval-{step:06d}"
+        )
         row: dict[str, Any] = {"step": step, "sampled": sampled.to_dict()}
         row["greedy"] = greedy_report.to_dict()
         self.directory.append_evaluation(row)

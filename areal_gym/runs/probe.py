@@ -122,8 +122,8 @@ async def measure_gap(
         return TokenSequence(
             token_ids=(*prompt, *generation.token_ids),
             loss_mask=(False,) * num_prompt + (True,) * num_new,
-            old_logprobs=(0.0,) * num_prompt + generation.logprobs,
-            versions=(-1,) * num_prompt + generation.versions,
+            old_logprobs=(*[0.0] * num_prompt, *generation.logprobs),
+            versions=(*[-1] * num_prompt, *generation.versions),
             routed_experts=generation.routed_experts,
         )
 

@@ -13,7 +13,7 @@ from areal_gym.config.online_settings import ONLINE
 from areal_gym.engines.base import CountingEngine, Engine, InterruptedEngine
 from areal_gym.errors import NotFiniteError
 from areal_gym.rollout.episode_runners import EpisodeRunner, EpisodeSetup
-from areal_gym.rollout.journal import Journal
+from areal_gym.rollout.journal import BackgroundJournal
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.rollout.stats import RolloutStats, batch_metrics
 from areal_gym.runs.components import make_curriculum, make_filters
@@ -24,6 +24,7 @@ from areal_gym.runs.run_context import BatchStream
 from areal_gym.runs.waiting import ProgressLine, saying_outages
 from areal_gym.sandbox import shared_calls, shared_reports
 from areal_gym.types import Group, StopReason
+from areal_gym.utils.background_writer import BackgroundWriter
 from areal_gym.utils.garbage import relax_garbage_collection
 from areal_gym.utils.statistics import rss_mb
 
@@ -61,6 +62,7 @@ class RolloutBatches(BatchStream[Group]):
         self._open = AsyncExitStack()
         self._newest = NewestRewards()
         self._incidents = IncidentCounter()
+        self._writer = BackgroundWriter("trajectories")
         self.guard = DivergenceGuard(config, directory, prepared.display, directory.read_metrics())
         self._journal = self._open_journal()
         if config.env.id == ONLINE and isinstance(setup.engine, InterruptedEngine):
@@ -79,11 +81,11 @@ class RolloutBatches(BatchStream[Group]):
         )
         self._times = StepTimes(config.rollout.max_in_flight, self._runner.stats())
 
-    def _open_journal(self) -> Journal | None:
+    def _open_journal(self) -> BackgroundJournal | None:
         if self._prepared.config.deterministic:
             # To the last bit, groups depend on what was sampled beside them: they must be played.
             return None
-        journal = Journal(self._prepared.directory.journal_file)
+        journal = BackgroundJournal(self._prepared.directory.journal_file)
         if journal.num_torn:
             self._prepared.display.say(
                 f"{journal.file.name}: {journal.num_torn} bytes that a crash has torn are cut off, "
@@ -136,12 +138,24 @@ class RolloutBatches(BatchStream[Group]):
         more |= self._incidents.count({**row, **more})
         return more | self.guard.observe({**row, **more})
 
-    def save(self, step: int, batch: Sequence[Group]) -> Sequence[Group]:
-        """Write down the trajectories, and what the trainer made of their tokens."""
-        directory = self._prepared.directory
-        directory.save_trained(self._trainer.trained_tokens(), step=step)
-        directory.save_trajectories((t for group in batch for t in group), name=step)
+    async def save(self, step: int, batch: Sequence[Group]) -> Sequence[Group]:
+        """Begin to write the trajectories, and what the trainer made of their tokens."""
+        trained = await asyncio.to_thread(self._trainer.trained_tokens)
+        await self._writer.write(partial(self._write, step, trained, batch))
         return batch
+
+    def _write(
+        self, step: int, trained: Sequence[Mapping[str, Any]], batch: Sequence[Group]
+    ) -> None:
+        directory = self._prepared.directory
+        directory.save_trained(trained, step=step)
+        directory.save_trajectories((t for group in batch for t in group), name=step)
+
+    def finish_saving(self) -> None:
+        """Block until trajectories and the journal's lines are on the disk."""
+        self._writer.finish()
+        if self._journal is not None:
+            self._journal.finish()
 
     async def after_record(self, step: int) -> None:
         """Note the sandboxes: by the first step the episodes have used those that they use."""
@@ -173,7 +187,8 @@ class RolloutBatches(BatchStream[Group]):
             self._journal.checkpoint(state)
 
     def close(self) -> None:
-        """Close the journal."""
+        """Close the journal, once everything is written."""
+        self._writer.close()
         if self._journal is not None:
             self._journal.close()
 

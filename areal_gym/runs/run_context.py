@@ -45,9 +45,16 @@ class BatchStream(ABC, Generic[_Item]):
         """Return what is added to the step's row, which has the trainer's metrics."""
         return {}
 
-    def save(self, step: int, batch: Sequence[_Item]) -> Sequence[Group]:
-        """Write down what was trained on; returns its groups, for callbacks."""
+    async def save(self, step: int, batch: Sequence[_Item]) -> Sequence[Group]:
+        """Begin to write down what was trained on; returns its groups, for callbacks.
+
+        Raises:
+            TrainError: what was begun before could not be written.
+        """
         return ()
+
+    def finish_saving(self) -> None:
+        """Block until what `save` has begun is on the disk; raises as `save` does."""
 
     async def after_record(self, step: int) -> None:
         """Do what may take time; nothing of the step is lost when it is cancelled."""
@@ -128,10 +135,12 @@ class RunContext(Generic[_Item]):
         try:
             async with self._batches:
                 yield
+            self._batches.finish_saving()
             self._saver.save_now(self.step)
         except StopTraining as stop:
             display.say(f"stopped after step {self.step}, as a callback wanted: {stop}")
             self._saver.save_now(self.step)
+            self._batches.finish_saving()
         except LostRankError:  # what it has learned since the newest checkpoint is lost
             raise
         except (asyncio.CancelledError, Exception) as error:
@@ -172,8 +181,8 @@ class RunContext(Generic[_Item]):
         await self.publisher.publish(version)
         return {"time/publish_s": time.perf_counter() - begin_s}
 
-    def record(self, step: int, batch: Sequence[_Item], metrics: dict[str, float]) -> None:
-        """Write down the step and tell everyone, without waiting for anything."""
+    async def record(self, step: int, batch: Sequence[_Item], metrics: dict[str, float]) -> None:
+        """Write down the step and tell everyone; a thread writes what is large."""
         self.step = step
         row: dict[str, Any] = {"step": step, **metrics}
         row[RESTARTED] = float(self.prepared.restarts.count_in(step))
@@ -183,7 +192,7 @@ class RunContext(Generic[_Item]):
         row |= self._batches.metrics(step, batch, row)
         prepared = self.prepared
         prepared.directory.append_metrics(row)
-        groups = self._batches.save(step, batch)
+        groups = await self._batches.save(step, batch)
         prepared.loggers.log(step, row)
         prepared.display.step(step, prepared.config.steps, row)
         prepared.callbacks.tell("on_step", step, row, groups)
@@ -200,6 +209,8 @@ class RunContext(Generic[_Item]):
         config, guard = self.prepared.config, self._batches.guard
         every = config.trainer.save_every
         if (every and step % every == 0) or (guard is not None and guard.wants_checkpoint):
+            # A run that resumes at a checkpoint has the trajectories up to it.
+            await asyncio.to_thread(self._batches.finish_saving)
             await self._saver.save(step)
         if self.evaluations.is_due(step) and step < config.steps:
             await self.evaluations.begin(step)

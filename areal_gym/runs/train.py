@@ -105,5 +105,5 @@ async def take_steps(run: RunContext[_Item]) -> None:
         batch = await run.next_batch()
         metrics = await unbroken(run.train_on(batch, step))
         metrics |= await unbroken(run.publish(step))
-        run.record(step, batch, metrics)
+        await unbroken(run.record(step, batch, metrics))
         await run.checkpoint_and_evaluate(step)

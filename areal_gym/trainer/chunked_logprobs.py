@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import compress
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -42,23 +43,25 @@ def chunk_tokens(vocab_size: int, device: torch.device) -> int:
     return min(most, max(least, _ACCELERATOR_LOGITS // vocab_size))
 
 
-def places_before(batch: PackedBatch, masks: list[tuple[bool, ...]]) -> tuple[list[int], list[int]]:
+def places_before(
+    batch: PackedBatch, masks: Sequence[Sequence[bool]]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return flat positions of the tokens before those that `masks` marks, and of the latter.
 
     The first token of a row has no predecessor, and is never marked.
     """
-    sources: list[int] = []
-    targets: list[int] = []
+    sources, targets = [np.arange(0)], [np.arange(0)]
     for index, mask in zip(batch.row_index, masks, strict=True):
-        sources += compress(index, mask[1:])
-        targets += compress(index[1:], mask[1:])
-    return sources, targets
+        is_marked = np.asarray(mask, dtype=bool)[1:]
+        sources.append(index[:-1][is_marked])
+        targets.append(index[1:][is_marked])
+    return np.concatenate(sources), np.concatenate(targets)
 
 
 def score_tokens(
     decoder: PolicyModel,
     batch: PackedBatch,
-    masks: list[tuple[bool, ...]],
+    masks: Sequence[Sequence[bool]],
     temperature: float = 1.0,
     *,
     has_entropy_gradient: bool = False,

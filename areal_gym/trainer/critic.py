@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -46,18 +48,18 @@ class Critic(nn.Module):
         return values_T1.squeeze(1).float()
 
     def before(
-        self, decoder: PolicyModel, batch: PackedBatch, masks: list[tuple[bool, ...]]
+        self, decoder: PolicyModel, batch: PackedBatch, masks: Sequence[Sequence[bool]]
     ) -> Tensor:
         """Return its predictions before the tokens that `masks` marks, [T]."""
         return self._at(decoder, batch, places_before(batch, masks)[0])
 
     def before_and_after(
-        self, decoder: PolicyModel, batch: PackedBatch, masks: list[tuple[bool, ...]]
+        self, decoder: PolicyModel, batch: PackedBatch, masks: Sequence[Sequence[bool]]
     ) -> tuple[Tensor, Tensor]:
         """Return [T] as `before`, and its predictions after the last token of each row, [B]."""
         sources, _ = places_before(batch, masks)
-        last = [index[-1] for index in batch.row_index]
-        values = self._at(decoder, batch, sources + last)
+        last = [int(index[-1]) for index in batch.row_index]
+        values = self._at(decoder, batch, np.append(sources, last))
         return values[: len(sources)], values[len(sources) :]
 
     def step(self, scale: float, *, is_usable: bool = True) -> float:
@@ -73,7 +75,7 @@ class Critic(nn.Module):
         """Make room for states that were saved (`Optimizer.allocate`)."""
         self.optimizer.allocate(below("optimizer", saved))
 
-    def _at(self, decoder: PolicyModel, batch: PackedBatch, places: list[int]) -> Tensor:
+    def _at(self, decoder: PolicyModel, batch: PackedBatch, places: np.ndarray[Any, Any]) -> Tensor:
         trunk = decoder if self.trunk is None else self.trunk
         places_T = torch.tensor(places, device=batch.token_ids_N.device)
         return self.of(trunk(batch, places_T))

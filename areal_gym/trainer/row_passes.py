@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,24 @@ from areal_gym.trainer.chunked_logprobs import TokenScores, score_tokens
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.parallel.fsdp import autocast, drop_gathered
 from areal_gym.trainer.parallel.rank_group import Ranks
+
+
+def gather_rows(ranks: Ranks, by_row: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the values of all ranks' rows, on the CPU if there are several ranks.
+
+    Every rank must call this.
+
+    A rank sends one flat tensor: a view would take its whole storage along, and a tensor of a GPU
+    would arrive on that GPU.
+    """
+    if ranks.size == 1:
+        return dict(by_row)
+    flat_T = torch.cat(list(by_row.values())).cpu() if by_row else torch.zeros(0)
+    mine = (list(by_row), [len(values) for values in by_row.values()], flat_T)
+    merged: dict[int, Tensor] = {}
+    for indexes, lengths, part_T in ranks.gather(mine):
+        merged.update(zip(indexes, torch.split(part_T, lengths), strict=True))
+    return merged
 
 
 class RowPasses:
@@ -112,6 +130,5 @@ class RowPasses:
             if is_mine:
                 by_row.update(zip(indexes, values, strict=True))
         drop_gathered(*gathered)
-        for share in self._ranks.gather(by_row):
-            by_row |= share
+        by_row = gather_rows(self._ranks, by_row)
         return [by_row[i] for i in range(len(rows))]

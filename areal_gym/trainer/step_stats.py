@@ -187,7 +187,7 @@ def expert_metrics(counts_LE: Tensor | None, ranks: Ranks = ALONE) -> dict[str, 
     """
     if counts_LE is None:
         return {}
-    total_LE = torch.stack(ranks.gather(counts_LE)).sum(0).double()
+    total_LE = torch.stack(ranks.gather(counts_LE.cpu())).sum(0).double()
     share_LE = total_LE / total_LE.sum(1, keepdim=True).clamp_min(1)
     return {
         "train/expert_load_max": float(share_LE.max(1).values.mean()) * total_LE.shape[1],

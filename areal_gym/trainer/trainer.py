@@ -57,11 +57,12 @@ from areal_gym.trainer.out_of_memory import readable_memory_errors
 from areal_gym.trainer.parallel.fsdp import autocast
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.policy_trainer import PolicyTrainer
-from areal_gym.trainer.row_passes import RowPasses
+from areal_gym.trainer.row_passes import RowPasses, gather_rows
 from areal_gym.trainer.states import below, prefixed, room_for_moments
 from areal_gym.trainer.step_profiler import profiled
 from areal_gym.trainer.step_stats import Step, StepStats, expert_metrics, router_agreement
 from areal_gym.types import Group
+from areal_gym.utils.packed_numbers import Floats
 
 _NEWEST = 0.1
 """The weight of a step in the running mean of rewards."""
@@ -198,10 +199,7 @@ class Trainer(PolicyTrainer):
         step = self._last
         if step is None:
             return []
-        mine = {i: _rounded(values_T) for i, values_T in step.logprobs.items()}
-        logprobs: dict[int, list[float]] = {}
-        for share in self._ranks.gather(mine):
-            logprobs |= share
+        logprobs = gather_rows(self._ranks, step.logprobs)
         token_rows = []
         for i, row in enumerate(step.rows):
             advantages_T = step.columns.take("advantages", [i])
@@ -209,8 +207,8 @@ class Trainer(PolicyTrainer):
                 {
                     "trajectory": row.trajectory_id,
                     "advantage": round(float(advantages_T.mean()), 5),
-                    "advantages": _rounded(advantages_T),
-                    "logprobs": logprobs[i],
+                    "advantages": Floats.from_array(advantages_T.double().cpu().numpy()),
+                    "logprobs": Floats.from_array(logprobs[i].double().cpu().numpy()),
                 }
             )
         return token_rows
@@ -379,12 +377,6 @@ class Trainer(PolicyTrainer):
                 clip=self.config.critic.clip,
             )
         return scores, output.loss - bonus * scores.entropy, metrics
-
-
-def _rounded(values_T: Tensor) -> list[float]:
-    """Five decimals: for people."""
-    values: list[float] = values_T.double().round(decimals=5).tolist()
-    return values
 
 
 def _by_group(rows: list[TokenSequence], num_parts: int) -> list[list[int]]:

@@ -11,13 +11,14 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from areal_gym.errors import DataError, TrainError
+from areal_gym.utils.packed_numbers import PackedNumbers
 
 MAX_JSON_DEPTH = 300
 """How deep untrusted JSON may be nested; recursive readers can handle 1,000."""
@@ -47,8 +48,10 @@ def path_hints(path: Path) -> list[str]:
     return [f"there is no {path.absolute()}"]
 
 
-def write_atomic(file: Path, data: str | bytes, *, is_synced: bool = True) -> None:
+def write_atomic(file: Path, data: str | bytes | Iterable[str], *, is_synced: bool = True) -> None:
     """Replace the content of `file` atomically: it has the old content, or all of the new.
+
+    Several texts are written one by one, as they come: large files need little memory.
 
     With `is_synced` it waits until the content is on the disk; else a power cut may lose it.
 
@@ -56,12 +59,14 @@ def write_atomic(file: Path, data: str | bytes, *, is_synced: bool = True) -> No
         TrainError: the disk is full.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    texts: Iterable[str | bytes] = [data] if isinstance(data, str | bytes) else data
     with readable_disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("wb") as stream:
-                stream.write(raw)
+                for text in texts:
+                    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+                    stream.write(raw)
                 stream.flush()
                 if is_synced:
                     os.fsync(stream.fileno())
@@ -298,6 +303,8 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, PackedNumbers):
+        return _finite(value.tolist())
     # numpy's scalars; anything else becomes text for people.
     return value.item() if hasattr(value, "item") else str(value)
 

@@ -214,7 +214,7 @@ class Run:
             span.pop("routed_experts", None)  # as large as all the rest, and nothing to look at
             for name in ("logprobs", "teacher_logprobs"):
                 if span.get(name) is not None:
-                    span[name] = [round(value, 5) for value in span[name]]
+                    span[name] = [v if v is None else round(v, 5) for v in span[name]]
         row |= {"trained": self.trained(file).read(place), "place": place}
         if has_texts:
             row["texts"] = self.vocabulary.texts(i for s in row["spans"] for i in s["token_ids"])

@@ -10,6 +10,7 @@ from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.engines.expert_encoding import decode_experts
 from areal_gym.errors import EngineError
 from areal_gym.types import FinishReason, RoutedExperts
+from areal_gym.utils.packed_numbers import Floats, Ints
 
 INITIAL_WEIGHTS = "default"
 """SGLang's name for the weights that a server started with: our version 0."""
@@ -19,9 +20,9 @@ INITIAL_WEIGHTS = "default"
 class Reply:
     """The tokens of one request, or of all requests of one turn so far."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    token_ids: Ints = field(default_factory=Ints)
+    logprobs: Floats = field(default_factory=Floats)
+    versions: Sequence[int] = ()
     finish: str = ""
     """"stop", "length" or "abort"."""
     routed_experts: list[RoutedExperts | None] = field(default_factory=list)
@@ -29,17 +30,17 @@ class Reply:
 
     def add(self, reply: Reply) -> None:
         """Append the tokens of the turn's next request."""
-        self.token_ids += reply.token_ids
-        self.logprobs += reply.logprobs
-        self.versions += reply.versions
+        self.token_ids = Ints.joined((self.token_ids, reply.token_ids))
+        self.logprobs = Floats.joined((self.logprobs, reply.logprobs))
+        self.versions = (*self.versions, *reply.versions)
         self.routed_experts += reply.routed_experts
 
     def generation(self, finish_reason: FinishReason) -> Generation:
         """Return the whole turn."""
         return Generation(
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            versions=self.versions,
             finish_reason=finish_reason,
             routed_experts=RoutedExperts.joined(self.routed_experts),
         )
@@ -86,18 +87,18 @@ def read_answer(answer: dict[str, Any], version: int, num_layers: int | None = N
         finish = meta["finish_reason"]["type"]
         # A request that was aborted before its first token has no log-probabilities at all.
         rows = meta.get("output_token_logprobs") or ()
-        token_ids = [row[1] for row in rows]
-        logprobs = [row[0] for row in rows]
+        token_ids = Ints([row[1] for row in rows])
+        logprobs = Floats([row[0] for row in rows])
         spans = meta.get("weight_versions")
         packed = meta.get("routed_experts")
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, OverflowError) as error:
         raise EngineError(f"/generate answered without {error}: {str(answer)[:200]}") from None
     if finish not in ("stop", "length", "abort"):
         raise EngineError(f"/generate returned the unknown finish reason {finish!r}")
     if finish != "abort" and not token_ids:
         raise EngineError(f"/generate sampled no tokens, but reports {finish!r}")
     num_tokens = len(token_ids)
-    versions = [version] * num_tokens if spans is None else _versions(spans, num_tokens)
+    versions = (version,) * num_tokens if spans is None else _versions(spans, num_tokens)
     reply = Reply(token_ids, logprobs, versions, finish)
     if num_tokens:
         is_told = packed is not None and num_layers is not None
@@ -122,11 +123,11 @@ def version_of(name: str) -> int:
     return int(name) if name.isdecimal() else -1
 
 
-def _versions(spans: Sequence[dict[str, Any]], num_tokens: int) -> list[int]:
-    versions: list[int] = []
+def _versions(spans: Sequence[dict[str, Any]], num_tokens: int) -> tuple[int, ...]:
+    versions: tuple[int, ...] = ()
     for span in spans:
         end = min(span["end"], num_tokens)
-        versions += [version_of(span["version"])] * (end - len(versions))
+        versions += (version_of(span["version"]),) * (end - len(versions))
     if len(versions) != num_tokens:
         raise EngineError(f"weight_versions {spans} do not cover {num_tokens} tokens")
     return versions

@@ -97,7 +97,7 @@ class TurnSampler(ServerPool):
                 newest = reply.versions[-1] if reply.versions else version
                 if self._follows_adapters:
                     # A request is sampled by the adapter that it names, to its end.
-                    reply.versions = [version] * len(reply.token_ids)
+                    reply.versions = (version,) * len(reply.token_ids)
                 elif newest < version:  # restarted unnoticed
                     self.lose(state)
                     raise EngineError(f"{state.client.url} lost the weights it was given")

@@ -90,23 +90,27 @@ class AdvantageInputs:
         A turn without policy tokens leaves its reward to the token before it; rewards before the
         first token count in `rewards_G` only.
         """
-        rewards: list[float] = []
-        trajectory_ids: list[int] = []
-        turn_ids: list[int] = []
+        trajectories: list[int] = []
+        turns: list[int] = []
+        lengths = torch.tensor([n for part in turn_lengths for n in part], dtype=torch.long)
+        rewards_T = torch.zeros(int(lengths.sum()), dtype=torch.float64)
+        end = 0
         for i, (rewards_K, lengths_K) in enumerate(zip(turn_rewards, turn_lengths, strict=True)):
-            start = len(rewards)
+            start = end
             for k, (reward, length) in enumerate(zip(rewards_K, lengths_K, strict=True)):
-                rewards += [0.0] * length
-                trajectory_ids += [i] * length
-                turn_ids += [k] * length
-                if len(rewards) > start:
-                    rewards[-1] += reward
+                end += length
+                trajectories.append(i)
+                turns.append(k)
+                if end > start:
+                    rewards_T[end - 1] += reward
+        trajectories_K = torch.tensor(trajectories, dtype=torch.long)
+        turns_K = torch.tensor(turns, dtype=torch.long)
         return cls(
             rewards_G=torch.tensor([sum(r) for r in turn_rewards], dtype=torch.float64),
             group_ids_G=torch.tensor(group_ids, dtype=torch.long),
-            rewards_T=torch.tensor(rewards, dtype=torch.float64),
-            trajectory_ids_T=torch.tensor(trajectory_ids, dtype=torch.long),
-            turn_ids_T=torch.tensor(turn_ids, dtype=torch.long),
+            rewards_T=rewards_T,
+            trajectory_ids_T=trajectories_K.repeat_interleave(lengths),
+            turn_ids_T=turns_K.repeat_interleave(lengths),
             **further,
         )
 

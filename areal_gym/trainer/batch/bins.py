@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from areal_gym.utils.packed_numbers import Ints
+
 _REPEATED = 0.05
 """Limit of repeated prompt tokens to save a micro-batch, as a share of its budget."""
 
@@ -21,6 +23,11 @@ class Row:
 
     token_ids: Sequence[int]
     num_shared: int = 0
+
+    @property
+    def prompt(self) -> bytes:
+        """The shared tokens, in a form that is quickly compared."""
+        return bytes(Ints.of(self.token_ids[: self.num_shared]).raw)
 
 
 @dataclass(slots=True)
@@ -70,12 +77,13 @@ def split_by_tokens(rows: Sequence[Row], budget: int) -> list[list[int]]:
 
 
 def _single_rows(rows: Sequence[Row]) -> list[_Piece]:
-    families: dict[tuple[int, ...], int] = {}
+    families: dict[bytes, int] = {}
     pieces = []
     for index, row in enumerate(rows):
-        prompt = tuple(row.token_ids[: row.num_shared])
+        prompt, num_tokens = row.prompt, len(row.token_ids)
         family = families.setdefault(prompt, len(families)) if prompt else -1 - index
-        pieces.append(_Piece(family, len(prompt), len(row.token_ids) - len(prompt), [index]))
+        num_shared = min(row.num_shared, num_tokens)
+        pieces.append(_Piece(family, num_shared, num_tokens - num_shared, [index]))
     return pieces
 
 

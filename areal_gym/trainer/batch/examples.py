@@ -17,8 +17,8 @@ from areal_gym.trainer.batch.packing import pack
 class TokenRow(Row):
     """The tokens of one dialogue; all rows of its example share the first `num_shared`."""
 
-    token_ids: tuple[int, ...]
-    mask: tuple[bool, ...]
+    token_ids: Sequence[int]
+    mask: Sequence[bool]
     """True on the tokens to learn from; never on the first."""
 
     @property

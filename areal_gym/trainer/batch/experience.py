@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,8 +50,8 @@ class TokenBatch:
 
 def trained(rows: Sequence[TokenSequence], name: str) -> Tensor:
     """Return the named values of the tokens that the rows train on, [T]."""
-    tokens = (zip(getattr(row, name), row.loss_mask, strict=True) for row in rows)
-    return torch.tensor([value for row in tokens for value, is_trained in row if is_trained])
+    values = np.concatenate([row.trained(name) for row in rows])
+    return torch.tensor(values, dtype=torch.float32 if values.dtype.kind == "f" else torch.long)
 
 
 def advantage_inputs(
@@ -64,16 +64,15 @@ def advantage_inputs(
     """
     heads = [row for row in rows if row.branch == 0]
     turn_rewards = [list(row.turn_rewards) or [0.0] for row in heads]
-    turn_lengths = [[0] * len(rewards) for rewards in turn_rewards]
+    turn_lengths = [np.zeros(len(rewards), np.int64) for rewards in turn_rewards]
     for row in rows:
         lengths = turn_lengths[row.trajectory_id]
-        for turn in compress(row.turn_ids, row.loss_mask):
-            lengths[turn] += 1
+        lengths += np.bincount(row.trained("turn_ids"), minlength=len(lengths))
     shaping = config.reward
     rewards_G = torch.tensor([sum(rewards) for rewards in turn_rewards], dtype=torch.float64)
     shaped_G = rewards_G
     if shaping.overlong_tail:
-        longest_G = torch.tensor([max(lengths) for lengths in turn_lengths])
+        longest_G = torch.tensor([int(lengths.max()) for lengths in turn_lengths])
         shaped_G = rewards_G + overlong_penalty(
             longest_G,
             max_length=max_new_tokens,
@@ -88,7 +87,8 @@ def advantage_inputs(
     if any(row.teacher_logprobs for row in rows):
         known["teacher_logprobs_T"] = trained(rows, "teacher_logprobs")
     group_ids = [row.group_id for row in heads]
-    return AdvantageInputs.from_turns(turn_rewards, turn_lengths, group_ids, **known)
+    lengths_of = [lengths.tolist() for lengths in turn_lengths]
+    return AdvantageInputs.from_turns(turn_rewards, lengths_of, group_ids, **known)
 
 
 def overlong_penalty(
@@ -133,14 +133,15 @@ def batch_metrics(rows: Sequence[TokenSequence], version: int) -> dict[str, floa
     by_group: dict[int, list[float]] = {}
     for row in heads:
         by_group.setdefault(row.group_id, []).append(row.reward)
-    staleness = [version - v for row in rows for v in row.versions if v >= 0]
+    versions = np.concatenate([row.array("versions") for row in rows])
+    staleness = version - versions[versions >= 0].astype(np.int64)
     return {
         "reward/mean": float(rewards_G.mean()),
         "reward/std": float(rewards_G.std(correction=0)),
         "reward/solve_all": sum(min(r) >= 1 for r in by_group.values()) / len(by_group),
         "reward/solve_none": sum(max(r) <= 0 for r in by_group.values()) / len(by_group),
-        "rollout/staleness_mean": sum(staleness) / len(staleness),
-        "rollout/staleness_max": float(max(staleness)),
+        "rollout/staleness_mean": int(staleness.sum()) / len(staleness),
+        "rollout/staleness_max": float(staleness.max()),
         "rollout/tokens": float(len(staleness)),
         "rollout/turns": sum(len(row.turn_rewards) for row in heads) / len(heads),
         "train/sequences": float(len(rows)),

@@ -4,39 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from areal_gym.models.flat_batch import PackedBatch, Segment
 from areal_gym.trainer.batch.bins import Row
+from areal_gym.utils.packed_numbers import Ints
 
 
 def pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedBatch:
     """Place rows on the flat axis: prompts, then their continuations, siblings side by side."""
-    token_ids: list[int] = []
-    positions: list[int] = []
+    pieces: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    num_tokens = 0
 
     def lay(tokens: Sequence[int], first_position: int) -> range:
-        start = len(token_ids)
-        token_ids.extend(tokens)
-        positions.extend(range(first_position, first_position + len(tokens)))
-        return range(start, len(token_ids))
+        nonlocal num_tokens
+        pieces.append(np.asarray(Ints.of(tokens)))
+        positions.append(np.arange(first_position, first_position + len(tokens)))
+        num_tokens += len(tokens)
+        return range(num_tokens - len(tokens), num_tokens)
 
-    families: dict[tuple[int, ...], list[int]] = {}
+    families: dict[bytes, list[int]] = {}
     for i, row in enumerate(rows):
-        families.setdefault(tuple(row.token_ids[: row.num_shared]), []).append(i)
-    prompts = {shared: lay(shared, 0) for shared in families}
+        families.setdefault(row.prompt, []).append(i)
+    prompts: dict[bytes, range] = {}
+    for shared, (first, *_) in families.items():
+        prompts[shared] = lay(rows[first].token_ids[: rows[first].num_shared], 0)
     segments: list[Segment] = [(range(0), prompt) for prompt in prompts.values() if prompt]
-    row_index: list[list[int]] = [[] for _ in rows]
+    row_index: list[np.ndarray] = [np.arange(0) for _ in rows]
     for shared, members in families.items():
         prompt = prompts[shared]
         for i in members:
             mine = lay(rows[i].token_ids[len(prompt) :], len(prompt))
-            row_index[i] = [*prompt, *mine]
+            row_index[i] = np.concatenate([np.arange(*_ends(own)) for own in (prompt, mine)])
             if mine:
                 segments.append((prompt, mine))
+    token_ids = np.concatenate([np.arange(0, dtype=np.int32), *pieces])
+    flat_positions = np.concatenate([np.arange(0), *positions])
     return PackedBatch(
         token_ids_N=torch.tensor(token_ids, dtype=torch.long, device=device),
-        positions_N=torch.tensor(positions, dtype=torch.long, device=device),
+        positions_N=torch.tensor(flat_positions, dtype=torch.long, device=device),
         segments=tuple(segments),
         row_index=tuple(row_index),
     )
+
+
+def _ends(places: range) -> tuple[int, int]:
+    return places.start, places.stop

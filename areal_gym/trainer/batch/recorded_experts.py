@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import compress
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ def with_recorded_experts(batch: PackedBatch, rows: Sequence[TokenSequence]) -> 
     laid: list[tuple[Tensor, Tensor]] = []
     for row, index in zip(rows, batch.row_index, strict=True):
         if row.routed_experts is not None:
-            places_T = torch.tensor(list(compress(index, row.loss_mask[1:])), dtype=torch.long)
+            places_T = torch.from_numpy(index[:-1][row.array("loss_mask")[1:]])
             data = bytearray(row.routed_experts.data)
             values_TLK = torch.frombuffer(data, dtype=torch.int16).view(-1, *shape)
             experts_NLK[places_T] = values_TLK

@@ -9,25 +9,29 @@ A trajectory that has forked has several rows, and still one reward and one adva
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from areal_gym.types import Group, RoutedExperts, TokenSpan, Trajectory
+from areal_gym.utils.packed_numbers import Bools, Floats, Ints, PackedNumbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequence:
-    """One row of a training batch. All lists have the row's length T."""
+    """One row of a training batch. All columns have the row's length T, and are kept packed."""
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
+    token_ids: Numbers[int]
+    loss_mask: Numbers[bool]
     """True on the tokens that the policy sampled."""
-    old_logprobs: tuple[float, ...]
+    old_logprobs: Numbers[float]
     """Log-probabilities recorded while sampling; 0 on tokens that the policy did not sample."""
-    versions: tuple[int, ...]
+    versions: Numbers[int]
     """The policy version that sampled each token; -1 on tokens that the policy did not sample."""
-    turn_ids: tuple[int, ...] = ()
+    turn_ids: Numbers[int] = ()
     """The turn of each token; tokens before a turn count as part of it."""
     turn_rewards: tuple[float, ...] = ()
     """One per turn of the whole trajectory."""
@@ -41,11 +45,18 @@ class Sequence:
     """The row's branch of its trajectory."""
     is_truncated: bool = False
     """Whether a limit ended the trajectory."""
-    teacher_logprobs: tuple[float, ...] = ()
+    teacher_logprobs: Numbers[float] = ()
     """A teacher's log-probabilities, 0 on tokens that the policy did not sample; empty without a
     teacher."""
     routed_experts: RoutedExperts | None = None
     """The experts by which the trained tokens were sampled; None where no engine told them."""
+    num_trainable: int = field(init=False)
+    """The number of tokens to train on."""
+
+    def __post_init__(self) -> None:
+        for name, kind in _COLUMNS.items():
+            object.__setattr__(self, name, kind.of(getattr(self, name)))
+        object.__setattr__(self, "num_trainable", int(np.count_nonzero(self.array("loss_mask"))))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -55,10 +66,24 @@ class Sequence:
         """The sum of rewards over the turns."""
         return sum(self.turn_rewards)
 
-    @property
-    def num_trainable(self) -> int:
-        """The number of tokens to train on."""
-        return sum(self.loss_mask)
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """Return a column as an array, which shares its memory."""
+        return np.asarray(getattr(self, name))
+
+    def trained(self, name: str) -> np.ndarray[Any, Any]:
+        """Return the values of a column at the tokens to train on."""
+        values: np.ndarray[Any, Any] = self.array(name)[self.array("loss_mask")]
+        return values
+
+
+_COLUMNS: dict[str, type[PackedNumbers[Any]]] = {
+    "token_ids": Ints,
+    "loss_mask": Bools,
+    "old_logprobs": Floats,
+    "versions": Ints,
+    "turn_ids": Ints,
+    "teacher_logprobs": Floats,
+}
 
 
 def make_sequences(
@@ -79,27 +104,36 @@ def make_sequences(
 
 
 def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
-    def row(values: Callable[[TokenSpan], Iterable[Any]]) -> tuple[Any, ...]:
-        return tuple(itertools.chain.from_iterable(map(values, spans)))
+    lengths = [len(span) for span in spans]
 
-    def repeated(value: Callable[[TokenSpan], Any]) -> tuple[Any, ...]:
-        return row(lambda span: [value(span)] * len(span))
+    def repeated(kind: type[PackedNumbers[Any]], values: Iterable[Any]) -> PackedNumbers[Any]:
+        return kind.from_array(np.repeat(np.array(list(values), kind.NAME), lengths))
 
     sampled = [span for span in spans if span.origin == "policy"]
     known = next((span.routed_experts for span in sampled if span.routed_experts), None)
-    taught = row(lambda span: span.teacher_logprobs or [0.0] * len(span))
+    is_taught = any(span.teacher_logprobs for span in spans)
     return Sequence(
-        token_ids=row(lambda span: span.token_ids),
-        loss_mask=repeated(lambda span: span.origin == "policy"),
-        old_logprobs=row(lambda span: span.logprobs or [0.0] * len(span)),
-        versions=repeated(lambda span: -1 if span.policy_version is None else span.policy_version),
-        turn_ids=repeated(lambda span: span.turn),
-        teacher_logprobs=taught if any(span.teacher_logprobs for span in spans) else (),
+        token_ids=Ints.joined(span.token_ids for span in spans),
+        loss_mask=repeated(Bools, (span.origin == "policy" for span in spans)),
+        old_logprobs=_logprobs(span.logprobs or len(span) for span in spans),
+        versions=repeated(
+            Ints, (-1 if span.policy_version is None else span.policy_version for span in spans)
+        ),
+        turn_ids=repeated(Ints, (span.turn for span in spans)),
+        teacher_logprobs=_logprobs(span.teacher_logprobs or len(span) for span in spans)
+        if is_taught
+        else (),
         routed_experts=known
         and RoutedExperts.joined(s.routed_experts or known.unknown(len(s)) for s in sampled),
-        num_prompt_tokens=len(spans[0]) if spans and spans[0].origin == "prompt" else 0,
+        num_prompt_tokens=lengths[0] if spans and spans[0].origin == "prompt" else 0,
         **facts,
     )
+
+
+def _logprobs(parts: Iterable[Numbers[float] | int]) -> Floats:
+    """Return all parts; a number stands for as many zeros."""
+    zeros = (np.zeros(p) if isinstance(p, int) else np.asarray(p) for p in parts)
+    return Floats.from_array(np.concatenate([np.zeros(0), *zeros]))
 
 
 def sequences_of(groups: Iterable[Group]) -> list[Sequence]:

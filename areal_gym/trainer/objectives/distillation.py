@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from areal_gym.errors import EngineError, TrainError
@@ -23,6 +25,7 @@ from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.update import TrainerThread
 from areal_gym.types import Group, TokenSpan, Trajectory
+from areal_gym.utils.packed_numbers import Floats
 
 _MAX_IN_FLIGHT = 64
 _MAX_TRIES = 3
@@ -96,7 +99,7 @@ class RemoteTeacher:
                     if tries == _MAX_TRIES:
                         raise
                     await asyncio.sleep(0.25 * 2**tries)
-        return [scores[t - 1] for t, is_marked in enumerate(row.mask) if is_marked]
+        return list(compress(scores, row.mask[1:]))
 
 
 async def annotate(groups: Sequence[Group], teacher: Teacher) -> list[Group]:
@@ -111,18 +114,20 @@ async def annotate(groups: Sequence[Group], teacher: Teacher) -> list[Group]:
         for row in sequences_of(groups)
         if row.num_trainable
     ]
-    scores = [value for values in await teacher.score(rows) for value in values]
-    if not all(-1e6 < value <= 1e-3 for value in scores):
+    scores = np.concatenate([np.zeros(0), *map(np.asarray, await teacher.score(rows))])
+    if not ((scores > -1e6) & (scores <= 1e-3)).all():
         raise TrainError(
             "the teacher gives log-probabilities that are none, of tokens that the policy samples",
             hints=["is its tokenizer the policy's?"],
         )
-    remaining = iter(scores)
+    num_given = 0
 
     def with_teacher(span: TokenSpan) -> TokenSpan:
         if span.origin != "policy":
             return span
-        return replace(span, teacher_logprobs=tuple(next(remaining) for _ in span.token_ids))
+        nonlocal num_given
+        start, num_given = num_given, num_given + len(span)
+        return replace(span, teacher_logprobs=Floats.from_array(scores[start:num_given]))
 
     def annotated(trajectory: Trajectory) -> Trajectory:
         return replace(trajectory, spans=tuple(map(with_teacher, trajectory.spans)))

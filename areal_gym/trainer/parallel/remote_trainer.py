@@ -73,8 +73,7 @@ class RemoteTrainer(ABC):
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
         """Return the log-probabilities of each row's trained tokens."""
-        scores: list[list[float]] = self._ask("score", rows)
-        return [torch.tensor(score) for score in scores]
+        return [torch.tensor(score) for score in self._ask("score", rows)]
 
     def recompute_proximal(self) -> None:
         """Take ratios against the trainer's own log-probabilities from now on."""
@@ -231,8 +230,10 @@ class Serving:
             if method == "save_checkpoint"
             else getattr(trainer, method)(*arguments)
         )
+        if method in ("score", "trained_tokens") and not self._is_writer:
+            return None  # the first rank's answer is the one that is read
         if method == "score":
-            return [logprobs_T.tolist() for logprobs_T in answer]
+            return [logprobs_T.cpu().numpy().copy() for logprobs_T in answer]
         if method in ("save", "save_checkpoint"):
             if self._is_writer:
                 answer.add_done_callback(self._tell_of_checkpoint)
