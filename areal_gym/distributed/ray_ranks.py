@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -58,7 +58,7 @@ class RayTrainer(RemoteTrainer):
     ) -> None:
         import ray
 
-        super().__init__(policy, loader)
+        super().__init__(policy, loader, trainer_class, config)
         # A checkpoint is waited for while the next step is being taken.
         rank = ray.remote(concurrency_groups={"saved": 1})(_Rank)
         self._ranks = [
@@ -106,6 +106,10 @@ class RayTrainer(RemoteTrainer):
 
         shared = ray.put(arguments)  # once for all ranks of a machine
         return self._answers([rank.call.remote(method, shared) for rank in self._ranks])[0]
+
+    def _ask_each(self, method: str, arguments: Sequence[Any]) -> None:
+        pairs = zip(self._ranks, arguments, strict=True)
+        self._answers([rank.call.remote(method, (argument,)) for rank, argument in pairs])
 
     def _answers(self, asked: list[Any]) -> list[Any]:
         """Return each rank's answer; raises a rank's own error, or LostRankError if one died."""

@@ -88,7 +88,7 @@ class TrajectoryFile:
         row = _parsed(self._raw(head, head.num_bytes), self.path, place)
         for span in row["spans"]:
             for name in ("token_ids", "logprobs", "teacher_logprobs"):
-                if isinstance(span.get(name), dict):
+                if isinstance(span, dict) and isinstance(span.get(name), dict):
                     span[name] = _numbers(span[name], self.path, place)
         return row
 
@@ -213,17 +213,16 @@ def _parsed(raw: bytes, path: Path, place: int) -> dict[str, Any]:
 def _numbers(value: Any, path: Path, place: int, decimals: int | None = None) -> list[Any]:
     """Return numbers that may be packed as a list, with null for those that are not finite."""
     try:
-        numbers = from_packed(value)
-    except ValueError as error:
+        return [
+            None
+            if number is None or not math.isfinite(number)
+            else number
+            if decimals is None
+            else round(number, decimals)
+            for number in from_packed(value)
+        ]
+    except (TypeError, ValueError) as error:
         raise DataError(f"{path}, line {place + 1}: {error}") from None
-    return [
-        None
-        if number is None or not math.isfinite(number)
-        else number
-        if decimals is None
-        else round(number, decimals)
-        for number in numbers
-    ]
 
 
 def _summary(row: Mapping[str, Any], step: int | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.batch.bins import Row, split_by_tokens
 from areal_gym.trainer.batch.packing import pack
+from areal_gym.trainer.batch.rank_batches import own_members, split_by_group
 from areal_gym.trainer.batch.recorded_experts import with_recorded_experts
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.chunked_logprobs import TokenScores, score_tokens
@@ -21,14 +22,14 @@ from areal_gym.trainer.parallel.rank_group import Ranks
 
 
 def gather_rows(ranks: Ranks, by_row: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return the values of all ranks' rows, on the CPU if there are several ranks.
+    """Return the values of all ranks' rows, on the CPU if there are several data ranks.
 
     Every rank must call this.
 
     A rank sends one flat tensor: a view would take its whole storage along, and a tensor of a GPU
     would arrive on that GPU.
     """
-    if ranks.size == 1:
+    if ranks.num_data_ranks == 1:
         return dict(by_row)
     flat_T = torch.cat(list(by_row.values())).cpu() if by_row else torch.zeros(0)
     mine = (list(by_row), [len(values) for values in by_row.values()], flat_T)
@@ -51,17 +52,21 @@ class RowPasses:
         self._device = next(decoder.parameters()).device
 
     def microbatches(
-        self, rows: Sequence[TokenSequence], members: Sequence[int]
+        self, rows: Sequence[TokenSequence], *minibatches: Sequence[int]
     ) -> Iterator[tuple[PackedBatch, list[int], bool]]:
-        """Yield (packed rows, their places in `rows`, whether they count) of this rank's share."""
+        """Yield (packed rows, their places in `rows`, whether they count) of this rank's shares.
+
+        Each minibatch is shared by itself, so that a rank reads the tokens of the same rows in
+        every pass.
+        """
         share = self._decoder.can_share_prompts
         packed = {
             i: Row(token_ids=rows[i].token_ids, num_shared=share * rows[i].num_prompt_tokens)
+            for members in minibatches
             for i in members
         }
-        mine = self._ranks.share(members, [len(rows[i]) for i in members])
+        mine, spare = own_members(self._ranks, minibatches, [len(row) for row in rows])
         parts = split_by_tokens([packed[i] for i in mine], self._config.tokens_per_microbatch)
-        spare = min(members, key=lambda i: len(rows[i]))
         passes = self._ranks.equal_passes([[mine[j] for j in part] for part in parts], spare)
         for indexes, is_mine in passes:
             batch = pack([packed[i] for i in indexes], self._device)
@@ -125,7 +130,8 @@ class RowPasses:
     ) -> list[Tensor]:
         """Return what `look` gives for each row, in order; `gathered` modules are passed."""
         by_row: dict[int, Tensor] = {}
-        for batch, indexes, is_mine in self.microbatches(rows, range(len(rows))):
+        minibatches = split_by_group([row.group_id for row in rows], self._config.minibatches)
+        for batch, indexes, is_mine in self.microbatches(rows, *minibatches):
             values = look(batch, [rows[i] for i in indexes])
             if is_mine:
                 by_row.update(zip(indexes, values, strict=True))

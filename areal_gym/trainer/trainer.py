@@ -2,9 +2,10 @@
 
     groups -> sequences -> advantages -> [minibatch: micro-batches -> loss -> backward] -> update
 
-As one of several ranks, a trainer is given the whole batch and passes its share of the rows through
-its part of the model. Advantage estimator and policy loss are handed in; what else an algorithm is
-made of are settings (`areal_gym.config.algorithm_settings`).
+As one of several ranks, a trainer is given the whole batch, but the token ids of its share of the
+rows only (`batch.rank_batches`), and passes these through its part of the model. Advantage
+estimator and policy loss are handed in; what else an algorithm is made of are settings
+(`areal_gym.config.algorithm_settings`).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from areal_gym.trainer.algorithms.token_loss import (
     proximal_source,
 )
 from areal_gym.trainer.batch.experience import TokenBatch, advantage_inputs, batch_metrics, trained
+from areal_gym.trainer.batch.rank_batches import split_by_group
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.chunked_logprobs import TokenScores
@@ -155,7 +157,8 @@ class Trainer(PolicyTrainer):
                 "the batch holds no token that the policy sampled",
                 hints=["are the prompts longer than engine.max_context?"],
             )
-        if self.config.routing_replay and all(row.routed_experts is None for row in rows):
+        num_recorded = sum(row.routed_experts is not None for row in rows)
+        if self.config.routing_replay and not self._ranks.sum({"rows": num_recorded})["rows"]:
             raise TrainError(
                 "trainer.routing_replay = true, but the batch has no record of the experts that "
                 "the engine chose",
@@ -163,7 +166,7 @@ class Trainer(PolicyTrainer):
             )
         metrics = batch_metrics(every_row, version)
         is_stale = metrics["rollout/staleness_max"] > 0
-        minibatches = _by_group(rows, self.config.minibatches)
+        minibatches = split_by_group([row.group_id for row in rows], self.config.minibatches)
         proximal = proximal_source(
             self.config.correction,
             is_stale=is_stale,
@@ -377,14 +380,3 @@ class Trainer(PolicyTrainer):
                 clip=self.config.critic.clip,
             )
         return scores, output.loss - bonus * scores.entropy, metrics
-
-
-def _by_group(rows: list[TokenSequence], num_parts: int) -> list[list[int]]:
-    """Indexes of the rows of each minibatch; a group is never split."""
-    ids = sorted({row.group_id for row in rows})
-    num_parts = min(num_parts, len(ids))
-    part_of = {group_id: i * num_parts // len(ids) for i, group_id in enumerate(ids)}
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for index, row in enumerate(rows):
-        parts[part_of[row.group_id]].append(index)
-    return parts

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_gym.trainer.batch.rank_batches import OtherRanksTokens
 from areal_gym.types import Group, RoutedExperts, TokenSpan, Trajectory
 from areal_gym.utils.packed_numbers import Bools, Floats, Ints, PackedNumbers
 
@@ -113,7 +114,7 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
     known = next((span.routed_experts for span in sampled if span.routed_experts), None)
     is_taught = any(span.teacher_logprobs for span in spans)
     return Sequence(
-        token_ids=Ints.joined(span.token_ids for span in spans),
+        token_ids=_joined_ids([Ints.of(span.token_ids) for span in spans]),
         loss_mask=repeated(Bools, (span.origin == "policy" for span in spans)),
         old_logprobs=_logprobs(span.logprobs or len(span) for span in spans),
         versions=repeated(
@@ -128,6 +129,12 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
         num_prompt_tokens=lengths[0] if spans and spans[0].origin == "prompt" else 0,
         **facts,
     )
+
+
+def _joined_ids(parts: list[Ints]) -> Ints:
+    if any(isinstance(part, OtherRanksTokens) for part in parts):
+        return OtherRanksTokens(sum(map(len, parts)))
+    return Ints.joined(parts)
 
 
 def _logprobs(parts: Iterable[Numbers[float] | int]) -> Floats:

@@ -1,7 +1,8 @@
 """The ranks that train one policy together, seen from one of them.
 
-Every rank gets the whole batch, and computes the forward and backward passes of its share of the
-rows. Ranks exchange small data here: metrics, and values per token known before the first update.
+Every rank knows the facts of the whole batch, gets the tokens of its share of the rows, and
+computes their forward and backward passes. Ranks exchange small data here: metrics, and values per
+token known before the first update.
 `areal_gym.trainer.parallel.fsdp` exchanges weights and gradients.
 """
 

@@ -29,12 +29,14 @@ from areal_gym.models.device import (
 from areal_gym.models.stored_types import read_stored_types
 from areal_gym.models.tiny.checkpoint_files import weight_files
 from areal_gym.trainer.batch.examples import Example
+from areal_gym.trainer.batch.rank_batches import OwnTokens, divide, with_tokens
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.exported_weights import save_checkpoint
 from areal_gym.trainer.out_of_memory import out_of_memory
 from areal_gym.trainer.parallel.fsdp import load_for_training
 from areal_gym.trainer.parallel.process_group import Meeting
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
+from areal_gym.trainer.trainer import Trainer
 from areal_gym.trainer.weight_sync.rank_tasks import RankTask
 from areal_gym.types import Group, Task
 
@@ -50,7 +52,17 @@ class RemoteTrainer(ABC):
     part by part while they are used.
     """
 
-    def __init__(self, policy: Path, loader: ModelLoader) -> None:
+    def __init__(
+        self,
+        policy: Path,
+        loader: ModelLoader,
+        trainer_class: Callable[..., Any],
+        config: TrainerConfig,
+    ) -> None:
+        self._config = config
+        # A `step` of another's may look at every token of the batch.
+        is_ours = getattr(trainer_class, "step", None) is Trainer.step
+        self._divides_batches = is_ours and config.layout.num_data_ranks > 1
         self.decoder = loader.without_weights(policy)
         self.decoder.stored_types = read_stored_types(weight_files(policy))
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saved")
@@ -61,8 +73,14 @@ class RemoteTrainer(ABC):
         Raises:
             TrainError: a rank died, or what the trainer raises.
         """
-        slim = [_slim(item) if isinstance(item, Group) else item for item in batch]
-        metrics: dict[str, float] = self._ask("step", slim, version)
+        groups = [_slim(item) for item in batch if isinstance(item, Group)]
+        given: Sequence[Group] | Sequence[Example] = groups or batch
+        if groups and self._divides_batches:
+            layout = self._config.layout
+            given, own = divide(groups, layout, self._config.minibatches)
+            data_ranks = (Ranks(rank, layout).data_rank for rank in range(layout.num_ranks))
+            self._ask_each("take_tokens", [own[data_rank] for data_rank in data_ranks])
+        metrics: dict[str, float] = self._ask("step", given, version)
         metrics["memory/trainer_rss_mb"] = self._held_mb()
         return metrics
 
@@ -139,6 +157,10 @@ class RemoteTrainer(ABC):
     @abstractmethod
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Return the first rank's answer, once all have answered."""
+
+    @abstractmethod
+    def _ask_each(self, method: str, arguments: Sequence[Any]) -> None:
+        """Call a method of every rank with an argument of its own; return when all have."""
 
     @abstractmethod
     def _wait_for_checkpoint(self) -> None:
@@ -219,11 +241,19 @@ class Serving:
         self._tell = tell
         self._trainer = recipe.trainer_class(decoder, config, **arguments)
         self._tensors: Iterator[tuple[str, Tensor]] = iter(())
+        self._own_tokens: OwnTokens | None = None
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the trainer, or `next_tensors`."""
         if method == "next_tensors":
             return self._next_tensors(*arguments)
+        if method == "take_tokens":
+            (self._own_tokens,) = arguments
+            return None
+        if method == "step" and self._own_tokens is not None:
+            groups, version = arguments
+            arguments = (with_tokens(groups, self._own_tokens), version)
+            self._own_tokens = None
         trainer = self._trainer
         answer: Any = (
             save_checkpoint(trainer, *arguments, is_writer=self._is_writer)

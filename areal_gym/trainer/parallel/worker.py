@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class ProcessTrainer(RemoteTrainer):
         device: str = "cpu",
         **arguments: Any,
     ) -> None:
-        super().__init__(policy, loader)
+        super().__init__(policy, loader, trainer_class, config)
         self._workers: list[_Worker] = []
         # Where the ranks find each other, as long as they live.
         self._home = tempfile.TemporaryDirectory()
@@ -101,8 +101,14 @@ class ProcessTrainer(RemoteTrainer):
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         message = pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
+        return self._send([message] * len(self._workers))
+
+    def _ask_each(self, method: str, arguments: Sequence[Any]) -> None:
+        self._send(pickle.dumps((method, (each,)), pickle.HIGHEST_PROTOCOL) for each in arguments)
+
+    def _send(self, messages: Iterable[bytes]) -> Any:
         try:
-            for worker in self._workers:
+            for worker, message in zip(self._workers, messages, strict=True):
                 worker.pipe.send_bytes(message)
             return self._answer()
         except (EOFError, OSError) as error:

@@ -1,0 +1,129 @@
+"""Divides a batch among data ranks: each gets its own tokens, and small facts of all rows.
+
+    whole batch --divide--> groups without token ids --to every rank--> with_tokens -> Trainer.step
+                      `---> token ids of its own rows --to one rank--------^
+
+Estimators and metrics look at the whole batch: rewards, lengths, versions and recorded
+log-probabilities go to every rank. Token ids, and the experts of mixtures, which take a hundred
+times as much, are only read by the rank that passes their row through its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from areal_gym.config import Layout
+from areal_gym.errors import TrainError
+from areal_gym.trainer.parallel.rank_group import Ranks
+from areal_gym.types import Group, RoutedExperts, TokenSpan, Trajectory
+from areal_gym.utils.packed_numbers import Ints
+
+OwnTokens = Mapping[int, Sequence[tuple[Ints, RoutedExperts | None]]]
+"""By the trajectory's place in the batch: ids and experts of each of its spans."""
+
+
+class OtherRanksTokens(Ints):
+    """The ids of tokens that another rank has: only their number is known here."""
+
+    __slots__ = ("_num_tokens",)
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    @property
+    def _view(self) -> NoReturn:  # type: ignore[override]
+        raise TrainError(
+            "these tokens belong to another rank of the trainer, and are not known to this one",
+            hints=["a trainer with a `step` of its own is given the whole batch in every rank"],
+        )
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def __repr__(self) -> str:
+        return f"<{self._num_tokens:,} tokens of another rank>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OtherRanksTokens, (self._num_tokens,)
+
+
+def split_by_group(group_ids: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Return the places of the rows of each minibatch; a group is never split."""
+    ids = sorted(set(group_ids))
+    num_parts = min(num_parts, len(ids))
+    part_of = {group_id: i * num_parts // len(ids) for i, group_id in enumerate(ids)}
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for place, group_id in enumerate(group_ids):
+        parts[part_of[group_id]].append(place)
+    return parts
+
+
+def own_members(
+    ranks: Ranks, parts: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> tuple[list[int], int]:
+    """Return the rows of a data rank, and the one it passes when others have more micro-batches.
+
+    Each of `parts` is shared among all ranks. The spare row is the rank's own, if it has any.
+    """
+    mine = [i for part in parts for i in ranks.share(part, [lengths[i] for i in part])]
+    every_row = mine or [i for part in parts for i in part]
+    return mine, min(every_row, key=lambda i: lengths[i])
+
+
+def divide(
+    groups: Sequence[Group], layout: Layout, num_minibatches: int
+) -> tuple[list[Group], list[OwnTokens]]:
+    """Return the groups without token ids, and the ids of each data rank's rows."""
+    trajectories = [trajectory for group in groups for trajectory in group]
+    group_ids = [i for i, group in enumerate(groups) for _ in group]
+    rows: list[int] = []  # the trajectory of each row that is trained on
+    lengths: list[int] = []
+    for place, trajectory in enumerate(trajectories):
+        for spans in trajectory.branches:
+            if any(len(span) for span in spans if span.origin == "policy"):
+                rows.append(place)
+                lengths.append(sum(map(len, spans)))
+    parts = split_by_group([group_ids[place] for place in rows], num_minibatches)
+    step = layout.num_ranks // layout.num_data_ranks
+    every_own: list[OwnTokens] = []
+    for first in range(0, layout.num_ranks, step):
+        ranks = Ranks(first, layout)
+        own: set[int] = set()
+        for part in (*([part] for part in parts), parts):
+            members, spare = own_members(ranks, part, lengths) if rows else ([], 0)
+            own |= {rows[i] for i in (*members, spare)} if rows else set()
+        every_own.append(
+            {
+                place: [(Ints.of(s.token_ids), s.routed_experts) for s in trajectories[place].spans]
+                for place in sorted(own)
+            }
+        )
+    return [_without_tokens(group) for group in groups], every_own
+
+
+def with_tokens(groups: Sequence[Group], own: OwnTokens) -> list[Group]:
+    """Return the groups of `divide` with the tokens of one rank."""
+    place = -1
+
+    def filled(trajectory: Trajectory) -> Trajectory:
+        nonlocal place
+        place += 1
+        if place not in own:
+            return trajectory
+        pairs = zip(trajectory.spans, own[place], strict=True)
+        spans = (
+            replace(span, token_ids=ids, routed_experts=experts) for span, (ids, experts) in pairs
+        )
+        return replace(trajectory, spans=tuple(spans))
+
+    return [replace(g, trajectories=tuple(filled(t) for t in g)) for g in groups]
+
+
+def _without_tokens(group: Group) -> Group:
+    def bare(span: TokenSpan) -> TokenSpan:
+        return replace(span, token_ids=OtherRanksTokens(len(span)), routed_experts=None)
+
+    members = (replace(t, spans=tuple(map(bare, t.spans))) for t in group)
+    return replace(group, trajectories=tuple(members))
