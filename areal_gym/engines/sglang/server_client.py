@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import orjson
 
 from areal_gym.engines.base import adapter_name
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
@@ -251,7 +252,7 @@ class ServerClient:
         answer: Any = {"message": body.decode("utf-8", "replace").strip()}
         if content_type == "application/json" and body:
             try:
-                answer = json.loads(body)
+                answer = _loads(body)
             except ValueError:
                 excerpt = body[:80].decode("utf-8", "replace")
                 raise EngineError(f"{self.url}{route} answers invalid JSON: {excerpt!r}") from None
@@ -266,6 +267,14 @@ class ServerClient:
             return answer
         message = f"{self.url}{route} refused (HTTP {status}): {_message(answer)}"
         raise RefusedError(message, status=status)
+
+
+def _loads(body: bytes) -> Any:
+    """Parse JSON. orjson takes a third of the time, and does not know NaN, which Python writes."""
+    try:
+        return orjson.loads(body)
+    except ValueError:
+        return json.loads(body)
 
 
 def is_refused(error: BaseException) -> bool:
