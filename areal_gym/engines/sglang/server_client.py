@@ -57,7 +57,7 @@ class ServerFacts:
     returns_routed_experts: bool
     """Requests may ask for the experts of tokens (`--enable-return-routed-experts`)."""
     device: str
-    """The kind of device that it samples on; "cuda" if the server does not report it."""
+    """The kind of device that it samples on; "unknown" if the server does not report it."""
     frees_memory: bool
     """The memory of its GPUs can be released (`--enable-memory-saver`)."""
 
@@ -188,7 +188,7 @@ class ServerClient:
             or (self.needs_update_session and await self._has_route("/pause_generation")),
             has_seeds=bool(info.get("enable_deterministic_inference")),
             returns_routed_experts=bool(info.get("enable_return_routed_experts")),
-            device=str(info.get("device") or "cuda"),
+            device=str(info.get("device") or "unknown"),
             frees_memory=bool(info.get("enable_memory_saver")),
         )
 
