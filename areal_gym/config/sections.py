@@ -267,10 +267,14 @@ class TrainerConfig(Settings):
                 "lora with optimizer = 'muon': Muon orthogonalises whole matrices, and an adapter "
                 "is two thin ones; use optimizer = 'adamw'"
             )
-        layout = self.layout
-        for name in ("context", "tensor"):
-            if getattr(layout, name) > 1:
-                raise ValueError(f"trainer.parallel.{name} > 1 is not there yet; use 1")
+        if self.lora is not None and self.layout.tensor > 1:
+            raise ValueError(
+                f"lora with trainer.parallel.tensor = {self.layout.tensor}: an adapter's matrices "
+                "are whole on every rank, and cannot be multiplied with divided ones; use "
+                "trainer.parallel.tensor=1, and more shards instead"
+            )
+        if self.layout.context > 1:
+            raise ValueError("trainer.parallel.context > 1 is not there yet; use 1")
         if self.cpu_offload and self.num_ranks == 1:
             raise ValueError(
                 "cpu_offload = true is FSDP2's: with num_ranks = 1 nothing would be offloaded; use "

@@ -58,6 +58,9 @@ class PolicyModel(nn.Module, ABC):
     """Whether tokens pass the experts that a batch records for them, with the weights that the
     routers give these, instead of those that the routers would choose (routing replay)."""
 
+    counts_experts: bool = True
+    """Whether passes count which experts their tokens choose; not those that only keep pace."""
+
     trusts_code: bool = False
     """Whether code that its checkpoint brought along runs."""
     stored_types: StoredTypes = StoredTypes()

@@ -17,8 +17,8 @@ from areal_gym.models.hf.hf_loading import (
     classifier_class,
     distributed_config,
     network_class,
-    require_expert_plan,
 )
+from areal_gym.models.hf.layout_plans import require_layout
 from areal_gym.models.hf.token_mixing import NAME
 
 _EVEN = "areal_gym_even"
@@ -41,7 +41,8 @@ def network_of_shapes(
     Raises:
         ConfigError: it has no plan for expert parallelism.
     """
-    require_expert_plan(config, sharding)
+    if sharding is not None:
+        require_layout(config, sharding.layout)
     own_class: Any = network_class(config)._model_mapping[type(config)]
     if is_trunk:
         own_class = classifier_class(config)

@@ -56,7 +56,7 @@ from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.lora import adapter_weights
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.out_of_memory import readable_memory_errors
-from areal_gym.trainer.parallel.fsdp import autocast
+from areal_gym.trainer.parallel.fsdp import autocast, reducing_once
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.policy_trainer import PolicyTrainer
 from areal_gym.trainer.row_passes import RowPasses, gather_rows
@@ -328,7 +328,11 @@ class Trainer(PolicyTrainer):
         )
         weights_G = dict(zip(lengths_G, weights, strict=True))
         sum_of_losses = 0.0
-        for batch, indexes, is_mine in self._passes.microbatches(step.rows, members):
+        passes = self._passes.microbatches(step.rows, members)
+        for batch, indexes, is_mine in reducing_once(
+            passes, self.config, self.decoder, self._critic
+        ):
+            self.decoder.counts_experts = is_mine
             scores, loss_T, metrics = self._losses(step, batch, indexes, proximal)
             weights_B = torch.tensor([weights_G[step.rows[i].trajectory_id] for i in indexes])
             policy_loss = aggregate(loss_T, step.columns.per_row(weights_B, indexes))

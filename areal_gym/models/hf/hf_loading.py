@@ -33,6 +33,7 @@ from areal_gym.config import Layout
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.models.hf.hf_policy import HFPolicy
 from areal_gym.models.hf.hf_reward_model import HEAD, HFRewardModel, classifier_of
+from areal_gym.models.hf.layout_plans import require_divided, require_layout, sum_gradients_per_pass
 from areal_gym.models.hf.token_mixing import NAME
 from areal_gym.models.stored_types import read_stored_types
 from areal_gym.models.tiny.checkpoint_files import is_reward_model as holds_reward_model
@@ -40,7 +41,6 @@ from areal_gym.models.tiny.checkpoint_files import read_config as read_config_js
 from areal_gym.models.tiny.checkpoint_files import weight_files
 
 _FLOAT32 = {"attn_implementation": NAME, "dtype": torch.float32}
-_EXPERT_RANKS_FROM = (5, 23)
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout")
 
 
@@ -170,7 +170,8 @@ def _read_network(
     may_lack: Collection[str] = (),
 ) -> PreTrainedModel:
     require_all_shards(directory)
-    require_expert_plan(config, sharding)
+    if sharding is not None:
+        require_layout(config, sharding.layout)
     options = {"trust_remote_code": True} if needs_own_code(config) else {}
     try:
         with without_progress_bars():
@@ -198,6 +199,8 @@ def _read_network(
             f"{directory} lacks {len(missing)} weights of its architecture, such as {missing[0]}",
             hints=["download the checkpoint again"],
         )
+    if sharding is not None:
+        require_divided(network, sharding.layout)
     placed: PreTrainedModel = network if sharding is not None else network.to(device)
     return placed
 
@@ -237,29 +240,13 @@ def _require_one_reward(directory: Path, config: PretrainedConfig, is_scored: bo
         )
 
 
-def require_expert_plan(config: PretrainedConfig, sharding: Sharding | None) -> None:
-    """Raise ConfigError where experts are to be divided among ranks and cannot be."""
-    if sharding is None or sharding.layout.expert == 1:
-        return
-    text = config.get_text_config()
-    if not getattr(text, "base_model_ep_plan", None):
-        raise ConfigError(
-            f"transformers {transformers_version} cannot divide experts of {text.model_type} among "
-            f"ranks: it has none, or no plan for them",
-            hints=["every rank gathers a layer's experts: trainer.parallel.expert=1"],
-        )
-    if tuple(map(int, transformers_version.split(".")[:2])) < _EXPERT_RANKS_FROM:
-        raise ConfigError(
-            f"transformers {transformers_version} gives divided experts wrong gradients",
-            hints=["pip install 'transformers>=5.23'", "or: trainer.parallel.expert=1"],
-        )
-
-
 def distributed_config(sharding: Sharding | None) -> DistributedConfig | None:
     """Return what transformers calls this sharding."""
     if sharding is None:
         return None
     layout = sharding.layout
+    if layout.tensor > 1:
+        sum_gradients_per_pass()
     return DistributedConfig(
         dp_replicate_size=layout.replicate,
         fsdp_size=layout.fsdp_size,

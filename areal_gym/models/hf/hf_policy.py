@@ -64,7 +64,7 @@ class HFPolicy(PolicyModel):
         self.network = network.eval()
         recurrent = recurrent_parts(self.layers)
         self._shape = shape_of(network, num_recurrent=len(recurrent))
-        if self.takes_cpu_kernels:
+        if self.takes_cpu_kernels and not has_tensor_ranks(network):
             use_cpu_kernels(network, is_recurrent=bool(recurrent))
         for part in recurrent:
             let_mixing_decide(part)
@@ -99,7 +99,8 @@ class HFPolicy(PolicyModel):
 
     def forward(self, batch: PackedBatch, wanted_M: Tensor | None = None) -> Tensor:
         """Return the hidden states after the last norm, [N, C], or [M, C] at `wanted_M`."""
-        mixing = PackedMixing(batch, self._routing, replays=self.replays_experts)
+        stats = self._routing if self.counts_experts else RoutingStats()
+        mixing = PackedMixing(batch, stats, replays=self.replays_experts)
         hidden_NC = self.hidden_states(batch.token_ids_N, batch.positions_N, mixing)
         return hidden_NC if wanted_M is None else hidden_NC.index_select(0, wanted_M)
 
@@ -172,6 +173,11 @@ class HFPolicy(PolicyModel):
         config: dict[str, Any] = self.network.config.to_dict()
         config["architectures"] = [_own_class(self.network).__name__]
         return config
+
+
+def has_tensor_ranks(network: PreTrainedModel) -> bool:
+    """Return whether each layer's matrices are divided among ranks (tensor parallelism)."""
+    return bool((getattr(network, "_tp_size", None) or 1) > 1)
 
 
 def shape_of(network: PreTrainedModel, *, num_recurrent: int = 0) -> ModelShape:

@@ -26,7 +26,7 @@ from areal_gym.trainer.batch.bins import best_fit
 from areal_gym.trainer.batch.examples import Example, example_tokens, pack_examples
 from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.out_of_memory import readable_memory_errors
-from areal_gym.trainer.parallel.fsdp import autocast, drop_gathered
+from areal_gym.trainer.parallel.fsdp import autocast, drop_gathered, reducing_once
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.policy_trainer import PolicyTrainer
 from areal_gym.trainer.step_profiler import profiled
@@ -159,7 +159,8 @@ class Supervised(PolicyTrainer):
         num_units = sum(self._objective.num_units(example) for example in examples)
         totals: dict[str, float] = defaultdict(float)
         counts: dict[str, float] = defaultdict(float)
-        for part, is_mine in self._microbatches(examples):
+        passes = self._microbatches(examples)
+        for part, is_mine in reducing_once(passes, self.config, self.decoder) if learns else passes:
             with autocast(self._device, self.config):
                 batch = pack_examples(part, self._device)
                 judgement = self._objective(self.decoder, batch, part)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
 if TYPE_CHECKING:
     from areal_gym.models.hf.hf_loading import Sharding
+
+
+_Pass = TypeVar("_Pass")
 
 
 def _require_compiler() -> None:
@@ -156,6 +159,34 @@ def shard_head(head: nn.Linear, config: TrainerConfig, ranks: Ranks) -> None:
     """Shard a head that is applied to hidden states."""
     if ranks.size > 1:
         fully_shard(head, **_fsdp_options(head, config, ranks))
+
+
+def reducing_once(
+    passes: Iterable[_Pass], config: TrainerConfig, *modules: nn.Module | None
+) -> Iterator[_Pass]:
+    """Yield the passes of one update; the backward pass of the last one reduces their gradients.
+
+    With `trainer.parallel.reduce` "microbatch" every backward pass does, but replicas sum those of
+    their layers in the last one.
+    """
+    parts = [part for module in modules if module is not None for part in module.modules()]
+    if config.parallel.reduce == "microbatch":
+        # Of what is outside of layers, torch reduces some weights before others, and cannot keep
+        # the sums of one replica for later.
+        layers = (part.layers for part in parts if isinstance(part, PolicyModel))
+        parts = [part for modules_of in layers for part in modules_of.modules()]
+    sharded = [part for part in parts if isinstance(part, FSDPModule)]
+    rest = iter(passes)
+    following: _Pass | None = next(rest, None)
+    while (current := following) is not None:
+        following = next(rest, None)
+        is_last = following is None
+        for part in sharded:
+            part.set_requires_all_reduce(is_last, recurse=False)
+            if config.parallel.reduce == "update":
+                part.set_requires_gradient_sync(is_last, recurse=False)
+                part.set_is_last_backward(is_last)
+        yield current
 
 
 def drop_gathered(*modules: nn.Module | None) -> None:

@@ -119,9 +119,11 @@ class Ranks:
         All ranks make the same number of passes, for each gathers the others' weights: a rank that
         has none left passes the member `spare`, which does not count.
         """
+        # Before the first pass: a rank that has finished would wait for those that still pass.
+        num_passes = max(self.gather(len(microbatches)))
         for members in microbatches:
             yield members, True
-        for _ in range(max(self.gather(len(microbatches))) - len(microbatches)):
+        for _ in range(num_passes - len(microbatches)):
             yield [spare], False
 
 

@@ -1,0 +1,202 @@
+"""Every layout of ranks trains what one rank trains: gradients, their norm, metrics, two steps."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from areal_gym.config import Layout, TrainerConfig
+from areal_gym.errors import ConfigError
+from areal_gym.models.backend import ModelLoader
+from areal_gym.models.hf.hf_loading import build_policy
+from areal_gym.models.hf.layout_plans import require_layout
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.algorithms.token_advantages import gae
+from areal_gym.trainer.parallel.fsdp import full, load_for_training
+from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
+from areal_gym.trainer.trainer import Trainer
+from tests._support.rank_processes import on_ranks
+from tests._support.tiny_architectures import tiny_config
+from tests._support.tiny_training import batch, without_costs
+
+TRANSFORMERS = ModelLoader(backend="transformers")
+SETTINGS = {"lr": 1e-3, "tokens_per_microbatch": 64, "max_grad_norm": 1e9}
+PPO = {"algorithm": "ppo", "kl": {"coefficient": 0.1}, "critic": {"trunk": "own"}}
+LAYOUTS = {
+    2: {
+        "qwen3": ({"replicate": 2}, {"tensor": 2}, {"reduce": "microbatch"}),
+        "qwen3_moe": ({"replicate": 2}, {"expert": 2}, {"tensor": 2}, {"tensor": 2, "expert": 2}),
+        "gemma3_text": ({}, {"tensor": 2}),
+    },
+    4: {
+        "qwen3": (
+            {},
+            {"replicate": 2, "reduce": "microbatch"},
+            {"tensor": 2},
+            {"replicate": 2, "tensor": 2},
+        ),
+        "qwen3_moe": (
+            {"expert": 2},
+            {"replicate": 2, "expert": 2},
+            {"tensor": 2, "expert": 4},
+            {"replicate": 2, "tensor": 2, "expert": 2},
+        ),
+        "gemma3_text": ({"replicate": 2}, {"tensor": 2}),
+    },
+}
+CASES = [
+    (size, name, layout, settings)
+    for size, models in LAYOUTS.items()
+    for name, layouts in models.items()
+    for layout in layouts
+    for settings in ({}, PPO)
+    if not settings or (size, name) == (2, "qwen3_moe")
+]
+
+
+def named(case):
+    size, name, layout, settings = case
+    sizes = "-".join(f"{key}{value}" for key, value in layout.items()) or "shard"
+    return f"{size}-{name}-{sizes}{'-ppo' if settings else ''}"
+
+
+def trained(directory, config, ranks):
+    """The gradients of each update, the metrics of each step, and the weights after two."""
+    model = load_for_training(directory, config, ranks, loader=TRANSFORMERS)
+    advantage = gae if config.algorithm == "ppo" else grpo
+    trainer = Trainer(
+        model, config, advantage=advantage, loss=ppo_clip, reference=directory, ranks=ranks
+    )
+    names = {parameter: name for name, parameter in trainer.decoder.named_parameters()}
+    gradients = []
+
+    def keep(*_):
+        gradients.append({names[p]: full(p.grad).clone() for p in names if p.grad is not None})
+
+    trainer._optimizer.parts[0].register_step_pre_hook(keep)
+    metrics = [without_costs(trainer.step(batch(i, num_groups=4), i)) for i in range(2)]
+    return gradients, metrics, {name: tensor.clone() for name, tensor in trainer.weights()}
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the collectives that reduce gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func.namespace == "c10d" and "reduce_scatter" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def reductions_of(rank, directory, **settings):
+    """(the micro-batches of all ranks, reductions of this one) in one update."""
+    config = TrainerConfig(num_ranks=2, **settings)
+    ranks = Ranks(rank, config.layout)
+    model = load_for_training(directory, config, ranks, loader=TRANSFORMERS)
+    trainer = Trainer(model, config, advantage=grpo, loss=ppo_clip, ranks=ranks)
+    with Reductions() as counted:
+        metrics = trainer.step(batch(0, num_groups=8), 0)
+    return metrics["train/micro_batches"], counted.number
+
+
+def count_reductions(rank, directory):
+    few = {"tokens_per_microbatch": 64}
+    return [
+        reductions_of(rank, directory, tokens_per_microbatch=4096),
+        reductions_of(rank, directory, **few),
+        reductions_of(rank, directory, **few, parallel={"reduce": "microbatch"}),
+    ]
+
+
+def gap_between(values, expected):
+    """The largest difference, relative to the largest number of a tensor; names must be equal."""
+    assert values.keys() == expected.keys()
+    return max(
+        float((values[name] - whole).abs().max() / whole.abs().max())
+        for name, whole in expected.items()
+        if whole.abs().max() > 0
+    )
+
+
+def compare(rank, directory, cases):
+    results, alone = {}, {}
+    if torch.distributed.get_world_size() == 2:
+        results["reductions"] = count_reductions(rank, directory / "qwen3")
+    for case in cases:
+        size, name, layout, settings = case
+        key = (name, bool(settings))
+        if key not in alone:
+            config = TrainerConfig(**SETTINGS, **settings)
+            alone[key] = trained(directory / name, config, ALONE)
+        config = TrainerConfig(**SETTINGS, **settings, num_ranks=size, parallel=layout)
+        gradients, metrics, weights = trained(directory / name, config, Ranks(rank, config.layout))
+        expected_gradients, expected_metrics, expected_weights = alone[key]
+        moved = sum(float(w.double().square().sum()) for w in expected_weights.values())
+        apart = [(weights[n] - w).double().square().sum() for n, w in expected_weights.items()]
+        results[named(case)] = (
+            [gap_between(*pair) for pair in zip(gradients, expected_gradients, strict=True)],
+            list(zip(metrics, expected_metrics, strict=True)),
+            (float(sum(apart)) / moved) ** 0.5,
+        )
+    return results
+
+
+@pytest.fixture(scope="module")
+def trained_by_ranks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models")
+    for name in LAYOUTS[2]:
+        build_policy(tiny_config(name), seed=0).network.save_pretrained(path / name)
+    results = {}
+    for size in LAYOUTS:
+        results |= on_ranks(size, compare, path, [case for case in CASES if case[0] == size])[0]
+    return results
+
+
+@pytest.mark.parametrize("name", [named(case) for case in CASES])
+def test_layout_trains_what_one_rank_trains(name, trained_by_ranks):
+    gaps, metrics, apart = trained_by_ranks[name]
+    assert gaps[0] < 1e-5
+    assert max(gaps) < 2e-4  # Adam has made whole steps of gradients that are rounding
+    for step, (found, expected) in enumerate(metrics):
+        assert found.keys() == expected.keys()
+        tolerance = 1e-5 if step == 0 else 1e-4
+        for metric, value in expected.items():
+            # A prompt is counted once in each micro-batch that shares it, and these differ.
+            rel = 5e-2 if metric == "train/expert_load_max" else tolerance
+            assert found[metric] == pytest.approx(value, rel=rel, abs=tolerance), metric
+    assert apart < 1e-5
+
+
+def test_gradients_are_reduced_once_per_update(trained_by_ranks):
+    (one, least), (many, late), (_, early) = trained_by_ranks["reductions"]
+    assert one == 2
+    assert many >= 8  # four and more on each of two ranks
+    assert late == least == tiny_config("qwen3").num_hidden_layers + 3  # embeddings, norm, head
+    assert early >= 4 * tiny_config("qwen3").num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "message", "hint"),
+    [
+        ("qwen3", Layout(tensor=3), "does not divide num_attention_heads = 4", "tensor=2"),
+        ("qwen3", Layout(tensor=4), "does not divide num_key_value_heads = 2", "tensor=2"),
+        ("qwen3_moe", Layout(shard=3, expert=3), "does not divide num_experts = 8", "expert=2"),
+        ("qwen3", Layout(shard=2, expert=2), "no plan (base_model_ep_plan)", "expert=1"),
+        ("gpt_oss", Layout(tensor=2), "no plan (base_model_tp_plan)", "tensor=1"),
+        ("llama4_text", Layout(tensor=2), "in place", "tensor=1"),
+    ],
+)
+def test_what_transformers_cannot_divide_is_refused(name, layout, message, hint):
+    with pytest.raises(ConfigError) as caught:
+        require_layout(tiny_config(name), layout)
+    assert message in caught.value.message
+    assert hint in caught.value.hints[0]
+
+
+def test_versions_with_other_plans_are_refused(monkeypatch):
+    monkeypatch.setattr("areal_gym.models.hf.layout_plans.transformers_version", "5.22.2")
+    require_layout(tiny_config("qwen3"), Layout(shard=2))
+    with pytest.raises(ConfigError, match=r"tensor = 2 needs transformers 5\.23"):
+        require_layout(tiny_config("qwen3"), Layout(tensor=2))
