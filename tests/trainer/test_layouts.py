@@ -127,11 +127,13 @@ def compare(rank, directory, cases):
     for case in cases:
         size, name, layout, settings = case
         key = (name, bool(settings))
-        if key not in alone:
+        if rank == 0 and key not in alone:
             config = TrainerConfig(**SETTINGS, **settings)
             alone[key] = trained(directory / name, config, ALONE)
         config = TrainerConfig(**SETTINGS, **settings, num_ranks=size, parallel=layout)
         gradients, metrics, weights = trained(directory / name, config, Ranks(rank, config.layout))
+        if rank > 0:
+            continue
         expected_gradients, expected_metrics, expected_weights = alone[key]
         moved = sum(float(w.double().square().sum()) for w in expected_weights.values())
         apart = [(weights[n] - w).double().square().sum() for n, w in expected_weights.items()]
