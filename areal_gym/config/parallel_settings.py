@@ -65,9 +65,9 @@ class ParallelConfig(Settings):
     context: int = Field(1, ge=1)
     """Ranks that divide the tokens of the same rows, for long contexts (Ulysses)."""
 
-    reduce: Literal["update", "microbatch"] = "update"
-    """When shards sum their gradients: once per update, until when each rank keeps whole ones
-    (4 bytes a parameter, divided by tensor), or in every micro-batch, with shards only; layers of
+    reduce: Literal["microbatch", "update"] = "microbatch"
+    """When shards sum their gradients: in every micro-batch, with shards only, or once per update,
+    until when each rank keeps whole ones (4 bytes a parameter, divided by tensor); layers of
     replicas do it once per update either way."""
 
     def layout(self, num_ranks: int) -> Layout:

@@ -20,6 +20,7 @@ from tests._support.tiny_architectures import tiny_config
 from tests._support.tiny_training import batch, without_costs
 
 TRANSFORMERS = ModelLoader(backend="transformers")
+LATE = {"reduce": "update"}
 SETTINGS = {"lr": 1e-3, "tokens_per_microbatch": 64, "max_grad_norm": 1e9}
 PPO = {"algorithm": "ppo", "kl": {"coefficient": 0.1}, "critic": {"trunk": "own"}}
 LAYOUTS = {
@@ -104,9 +105,9 @@ def reductions_of(rank, directory, **settings):
 def count_reductions(rank, directory):
     few = {"tokens_per_microbatch": 64}
     return [
-        reductions_of(rank, directory, tokens_per_microbatch=4096),
+        reductions_of(rank, directory, tokens_per_microbatch=4096, parallel=LATE),
+        reductions_of(rank, directory, **few, parallel=LATE),
         reductions_of(rank, directory, **few),
-        reductions_of(rank, directory, **few, parallel={"reduce": "microbatch"}),
     ]
 
 
@@ -130,7 +131,7 @@ def compare(rank, directory, cases):
         if rank == 0 and key not in alone:
             config = TrainerConfig(**SETTINGS, **settings)
             alone[key] = trained(directory / name, config, ALONE)
-        config = TrainerConfig(**SETTINGS, **settings, num_ranks=size, parallel=layout)
+        config = TrainerConfig(**SETTINGS, **settings, num_ranks=size, parallel=LATE | layout)
         gradients, metrics, weights = trained(directory / name, config, Ranks(rank, config.layout))
         if rank > 0:
             continue
