@@ -36,10 +36,12 @@ def free_url():
 def joined(ranks, size, *, url, timeout_s, environment=None):
     """What each of these ranks says when it joins: a sum, or the error's text and hints."""
     context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
+    answers, start = context.Queue(), context.Barrier(len(ranks))
     processes = [
         context.Process(
-            target=join, args=(answers, rank, size, url, timeout_s, environment or {}), daemon=True
+            target=join,
+            args=(answers, start, rank, size, url, timeout_s, environment or {}),
+            daemon=True,
         )
         for rank in ranks
     ]
@@ -53,12 +55,14 @@ def joined(ranks, size, *, url, timeout_s, environment=None):
             process.join()
 
 
-def join(answers, rank, size, url, timeout_s, environment):
+def join(answers, start, rank, size, url, timeout_s, environment):
     os.environ.update(environment)
+    start.wait()
     try:
         Meeting(url=url, rank=rank, size=size, timeout_s=timeout_s).join("gloo", ["cpu"])
         total = torch.tensor([float(rank)])
-        torch.distributed.all_reduce(total)
+        # A further group needs the store in which the ranks met.
+        torch.distributed.all_reduce(total, group=torch.distributed.new_group())
         answers.put((rank, total.item()))
     except TrainError as error:
         answers.put((rank, "\n".join((str(error), *error.hints))))

@@ -46,14 +46,15 @@ class Meeting:
             TrainError: a rank did not come in time, or cannot be reached; names it, and its host.
         """
         deadline_s = time.monotonic() + self.timeout_s
-        ours = PrefixStore("areal-gym", self._open_store(listens=self.rank == 0))
+        # torch keeps the one that listens as long as the group lives: further groups need it. Ours
+        # is another connection, for each serves one thread at a time.
+        store = self._open_store(listens=self.rank == 0)
+        ours = PrefixStore("areal-gym", self._open_store(listens=False))
         self._find_all(ours, deadline_s)
         # In the thread that looks after the devices, for each thread has a current one.
         placed = [torch.zeros(1, device=device) for device in devices]
 
         def connect() -> None:
-            # A connection serves one thread at a time, and this one may have to be given up.
-            store = self._open_store(listens=False)
             torch.distributed.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.size
             )
