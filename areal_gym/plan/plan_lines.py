@@ -25,8 +25,9 @@ def summary(plan: RunPlan) -> list[str]:
         f"{_gb(sum(plan.publishing_bytes.values()))} GB while it publishes"
     ]
     if plan.num_servers:
+        gpus = f"{plan.gpus_per_server} GPU{'s' * (plan.gpus_per_server > 1)}"
         lines.append(
-            f"each of {plan.num_servers} servers of {plan.gpus_per_server} GPUs has "
+            f"each of {plan.num_servers} servers of {gpus} has "
             f"{_gb(plan.server_weight_bytes)} GB weights and {_gb(plan.server_cache_bytes)} GB "
             f"cache a GPU: {plan.cache_tokens:,} tokens of "
             f"{plan.cache_bytes_per_token / 1e3:.0f} kB"

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
-from areal_gym.config import RunConfig
+from areal_gym.config import RunConfig, TrainerConfig
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import ModelShape, PolicyModel
 from areal_gym.models.tiny.decoder_config import DecoderConfig
@@ -81,7 +81,7 @@ def simulate_step(
     Raises:
         ConfigError: the model cannot be laid out like that, or the settings do not fit.
     """
-    settings = config.trainer_of_run()
+    settings = _simulated_settings(config)
     sharding = fsdp.sharding_of(settings, settings.layout, torch.device("cpu"))
     with _fake_process_group(settings.num_ranks):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -115,6 +115,11 @@ def simulate_step(
     )
 
 
+def _simulated_settings(config: RunConfig) -> TrainerConfig:
+    """Return the trainer's settings, without a replay of experts that no engine has recorded."""
+    return config.trainer_of_run().model_copy(update={"routing_replay": False})
+
+
 @contextmanager
 def _fake_process_group(num_ranks: int) -> Iterator[None]:
     torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
@@ -146,7 +151,7 @@ class _SimulatedTrainer(Trainer):
         self._maker = maker
         self._tracker = tracker
         self._begun: list[Costs] = []
-        settings = config.trainer_of_run()
+        settings = _simulated_settings(config)
         super().__init__(
             policy,
             settings,
