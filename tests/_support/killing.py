@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 
 from areal_gym.runs.run_display import Display
 
@@ -28,7 +29,8 @@ def children():
 class Killing(Display):
     """Kills processes, found by their command lines, once a step is on record."""
 
-    def __init__(self, *commands, after_step=2, how_often=1):
+    def __init__(self, *commands, after_step=2, how_often=1, awaits=None):
+        self.awaits = awaits  # a checkpoint that must be on the disk: it is written beside training
         self.commands = commands
         self.after_step = after_step
         self.how_often = how_often
@@ -44,6 +46,9 @@ class Killing(Display):
     def step(self, step, total, metrics):
         if step == self.after_step and self.how_often:
             self.how_often -= 1
+            deadline_s = time.monotonic() + 120
+            while self.awaits and not self.awaits.exists() and time.monotonic() < deadline_s:
+                time.sleep(0.01)
             for command in self.commands:
                 os.kill(process_of(command), signal.SIGKILL)
 

@@ -67,7 +67,8 @@ def test_ray_ranks_train_what_local_ranks_train(tiny_policy, tmp_path):
     """Two ranks, one of which is killed in mid-run: the weights are those of an unbroken run."""
     overrides = ["trainer.num_ranks=2", "trainer.save_every=1", "eval.every=1"]
     config = config_of(tiny_policy, *overrides, steps=3)
-    display = Killing("ray::_Rank")
+    saved = tmp_path / "ray" / "checkpoints" / "step-000001"
+    display = Killing("ray::_Rank", awaits=saved)
     summary = train(config, run_dir=tmp_path / "ray", display=display)
     assert summary["num_steps"] == 3
     assert display.has_killed
@@ -89,7 +90,8 @@ def test_dpo_on_ray_ranks(tiny_policy, tmp_path):
         *("eval.num_tasks=8", "steps=3", "trainer.save_every=1", "trainer.lr=1e-3"),
     ]
     placed = ["cluster.address=local", "trainer.num_ranks=2"]
-    display = Killing("ray::_Rank")
+    saved = tmp_path / "ray" / "checkpoints" / "step-000001"
+    display = Killing("ray::_Rank", awaits=saved)
     train(load_config(overrides=[*overrides, *placed]), run_dir=tmp_path / "ray", display=display)
     assert any("going on from the checkpoint of step" in said for said in display.said)
     train(load_config(overrides=overrides), run_dir=tmp_path / "here")

@@ -57,7 +57,8 @@ def weights_of(run, step):
 def test_run_with_a_killed_rank_ends_as_one_without(tiny_policy, shaped_env, tmp_path):
     """Bit for bit, in deterministic mode: step 3 is lost with the rank, and taken again."""
     overrides = ["deterministic=true", "trainer.num_ranks=2"]
-    display = Killing(RANK, after_step=3)
+    saved = tmp_path / "broken" / "checkpoints" / "step-000002"
+    display = Killing(RANK, after_step=3, awaits=saved)
     train(config_of(tiny_policy, *overrides), run_dir=tmp_path / "broken", display=display)
     train(config_of(tiny_policy, *overrides), run_dir=tmp_path / "whole")
     assert display.has_killed
