@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from areal_gym.models.context_parallel import WHOLE, ContextGroup
 from areal_gym.models.stored_types import StoredTypes
 
 if TYPE_CHECKING:  # they are made of parts of models
@@ -67,6 +68,8 @@ class PolicyModel(nn.Module, ABC):
     """The types in which the checkpoint that it was read from stores its weights."""
     is_sharded: bool = False
     """Whether the weights were divided among the ranks when they were read."""
+    context: ContextGroup = WHOLE
+    """The ranks with which this one shares the tokens of a forward pass."""
 
     @property
     @abstractmethod
@@ -85,7 +88,11 @@ class PolicyModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: PackedBatch, wanted_M: Tensor | None = None) -> Tensor:
-        """Return the hidden states after the last norm, [N, C], or [M, C] at `wanted_M`."""
+        """Return the hidden states after the last norm, [N, C], or [M, C] at `wanted_M`.
+
+        With a `context` of several ranks, of these this rank's part: `context.own` of `wanted_M`,
+        or of all places.
+        """
 
     @abstractmethod
     def logits(self, hidden_NC: Tensor) -> Tensor:
@@ -116,6 +123,14 @@ class PolicyModel(nn.Module, ABC):
         for part in self.network_tensors():
             merged = part.merged([whole(state[name].detach()) for name in part.sources])
             yield from self.checkpoint_tensors(part.name, merged).items()
+
+    def share_tokens(self, context: ContextGroup) -> None:
+        """Share the tokens of every pass with the ranks of `context` from now on.
+
+        Raises:
+            ConfigError: the architecture cannot be computed so.
+        """
+        self.context = context
 
     def take_expert_counts(self) -> Tensor | None:
         """Return the tokens that each layer's experts were given in training, [L, E].

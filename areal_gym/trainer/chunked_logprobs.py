@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,10 @@ class TokenScores(NamedTuple):
     is_likeliest: Tensor
     """[T], bool: no token was likelier."""
     hidden: Tensor
-    """[T, C]: the decoder's output before each token, in its compute type."""
+    """[T, C]: the decoder's output before each token, in its compute type.
+
+    Of several ranks that share the tokens, each has its part only (`PolicyModel.context`).
+    """
 
 
 def chunk_tokens(vocab_size: int, device: torch.device) -> int:
@@ -66,12 +69,16 @@ def score_tokens(
     *,
     has_entropy_gradient: bool = False,
 ) -> TokenScores:
-    """Score the tokens that `masks` marks under softmax(logits / temperature)."""
+    """Score the tokens that `masks` marks under softmax(logits / temperature).
+
+    Ranks that share the tokens of the batch score a part of them each, and all get all scores.
+    """
     sources, targets = places_before(batch, masks)
     device = batch.token_ids_N.device
     target_ids_T = batch.token_ids_N[torch.tensor(targets, dtype=torch.long, device=device)]
     sources_T = torch.tensor(sources, dtype=torch.long, device=device)
-    hidden_TC = decoder(batch, sources_T)
+    context = decoder.context
+    hidden_tC, target_ids_t = decoder(batch, sources_T), context.own(target_ids_T)
     size = chunk_tokens(decoder.shape.vocab_size, device)
 
     def score(hidden_TC: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,9 +91,11 @@ def score_tokens(
         chosen_T = logprobs_TV.gather(1, target_ids_T[:, None]).squeeze(1)
         return chosen_T, entropy_T, chosen_T.detach() >= logprobs_TV.detach().amax(-1)
 
-    if len(targets) <= size:
-        return TokenScores(*score(hidden_TC, target_ids_T), hidden_TC)
-    chunks = zip(hidden_TC.split(size), target_ids_T.split(size), strict=True)
-    parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
-    logprobs_T, entropy_T, likeliest_T = (torch.cat(part) for part in zip(*parts, strict=True))
-    return TokenScores(logprobs_T, entropy_T, likeliest_T, hidden_TC)
+    if len(target_ids_t) <= size:
+        scores: Iterable[Tensor] = score(hidden_tC, target_ids_t)
+    else:
+        chunks = zip(hidden_tC.split(size), target_ids_t.split(size), strict=True)
+        parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
+        scores = (torch.cat(part) for part in zip(*parts, strict=True))
+    logprobs_T, entropy_T, likeliest_T = (context.whole(part, len(targets)) for part in scores)
+    return TokenScores(logprobs_T, entropy_T, likeliest_T, hidden_tC)

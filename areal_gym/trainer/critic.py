@@ -42,10 +42,13 @@ class Critic(nn.Module):
         own_lr = config.model_copy(update={"lr_groups": {}})  # patterns name the policy's weights
         self.optimizer = Optimizer(self, own_lr, ranks)
 
-    def of(self, hidden_TC: Tensor) -> Tensor:
-        """Return the values of hidden states, [T, C] -> [T], float32."""
-        values_T1: Tensor = self.head(hidden_TC)
-        return values_T1.squeeze(1).float()
+    def of(self, decoder: PolicyModel, hidden_tC: Tensor, num_tokens: int) -> Tensor:
+        """Return the values of `num_tokens` hidden states that `decoder` gave, [T], float32.
+
+        A rank that shares them with others has a part of the hidden states, and gets all values.
+        """
+        values_t1: Tensor = self.head(hidden_tC)
+        return decoder.context.whole(values_t1.squeeze(1).float(), num_tokens)
 
     def before(
         self, decoder: PolicyModel, batch: PackedBatch, masks: Sequence[Sequence[bool]]
@@ -78,4 +81,4 @@ class Critic(nn.Module):
     def _at(self, decoder: PolicyModel, batch: PackedBatch, places: np.ndarray[Any, Any]) -> Tensor:
         trunk = decoder if self.trunk is None else self.trunk
         places_T = torch.tensor(places, device=batch.token_ids_N.device)
-        return self.of(trunk(batch, places_T))
+        return self.of(trunk, trunk(batch, places_T), len(places))

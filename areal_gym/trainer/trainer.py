@@ -373,7 +373,7 @@ class Trainer(PolicyTrainer):
         if self._critic is not None and "returns" in step.columns:
             with autocast(self._device, self.config):
                 values_T = (
-                    self._critic.of(scores.hidden)
+                    self._critic.of(self.decoder, scores.hidden, len(scores.logprobs))
                     if self._critic.trunk is None
                     else self._critic.before(self.decoder, batch, [row.loss_mask for row in rows])
                 )

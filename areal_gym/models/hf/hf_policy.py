@@ -23,6 +23,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from areal_gym.errors import ConfigError
+from areal_gym.models.context_parallel import ContextGroup
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.hf.cpu_kernels import use_cpu_kernels
 from areal_gym.models.hf.packed_mixing import PackedMixing
@@ -98,11 +100,16 @@ class HFPolicy(PolicyModel):
         return layers
 
     def forward(self, batch: PackedBatch, wanted_M: Tensor | None = None) -> Tensor:
-        """Return the hidden states after the last norm, [N, C], or [M, C] at `wanted_M`."""
+        """Return the hidden states after the last norm; see `PolicyModel.forward`."""
+        context = self.context
         stats = self._routing if self.counts_experts else RoutingStats()
-        mixing = PackedMixing(batch, stats, replays=self.replays_experts)
-        hidden_NC = self.hidden_states(batch.token_ids_N, batch.positions_N, mixing)
-        return hidden_NC if wanted_M is None else hidden_NC.index_select(0, wanted_M)
+        mixing = PackedMixing(batch, stats, context, replays=self.replays_experts)
+        hidden_nC = self.hidden_states(
+            context.own(batch.token_ids_N), context.own(batch.positions_N), mixing
+        )
+        if wanted_M is None:
+            return hidden_nC
+        return context.wanted(hidden_nC, wanted_M, len(batch.token_ids_N))
 
     def hidden_states(
         self, token_ids_N: Tensor, positions_N: Tensor, mixing: TokenMixing
@@ -149,13 +156,25 @@ class HFPolicy(PolicyModel):
         tensors: dict[str, Tensor] = revert_weight_conversion(self.network, {name: tensor})
         return tensors
 
+    def share_tokens(self, context: ContextGroup) -> None:
+        """Share the tokens of every pass; see `PolicyModel.share_tokens`."""
+        kinds = _rope_types(self.network.config.get_text_config())
+        if context.size > 1 and (kinds := [k for k in kinds if "dynamic" in k or k == "longrope"]):
+            raise ConfigError(
+                f"{_own_class(self.network).__name__} turns positions by the longest sequence of a "
+                f"pass (rope_type {kinds[0]}), of which a rank of trainer.parallel.context = "
+                f"{context.size} sees a part only",
+                hints=["trainer.parallel.context=1"],
+            )
+        super().share_tokens(context)
+
     def take_expert_counts(self) -> Tensor | None:
         """Return the tokens that each layer's experts were given in training, [L, E]."""
-        return self._routing.take_counts()
+        return self._routing.take_counts(self.context)
 
     def take_router_agreement(self) -> tuple[int, int]:
         """Return how many experts that engines recorded the routers chose as well, and all."""
-        return self._routing.take_agreement()
+        return self._routing.take_agreement(self.context)
 
     def check_packing(self, pack: Pack, dtype: torch.dtype) -> None:
         """Refuse to train an architecture in which packed sequences see each other."""
@@ -212,6 +231,13 @@ def shape_of(network: PreTrainedModel, *, num_recurrent: int = 0) -> ModelShape:
         num_active_parameters=num_parameters - num_idle,
         cache_bytes_per_token=2 * (config.num_hidden_layers - num_recurrent) * int(num_cached),
     )
+
+
+def _rope_types(config: Any) -> list[str]:
+    """Return the kinds of rotary positions of a config; those of some differ by layer type."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    return [str(part["rope_type"]) for part in parts if "rope_type" in part]
 
 
 class _BodyOutput(BaseModelOutputWithPast):  # type: ignore[misc]

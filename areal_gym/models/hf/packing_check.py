@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError
+from areal_gym.models.context_parallel import WHOLE
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import Pack, PolicyModel
 
@@ -39,7 +40,11 @@ def packing_gap(policy: PolicyModel, pack: Pack, dtype: torch.dtype = torch.floa
     num_shared = _NUM_SHARED if policy.can_share_prompts else 0
     packed = pack(rows, num_shared)
     together = list(_logprobs(policy, packed, rows, num_shared))
-    alone = [next(_logprobs(policy, pack([row], 0), [row], 0)) for row in rows]
+    context, policy.context = policy.context, WHOLE  # each rank by itself
+    try:
+        alone = [next(_logprobs(policy, pack([row], 0), [row], 0)) for row in rows]
+    finally:
+        policy.context = context
     gaps = [(a - b).abs() for a, b in zip(together, alone, strict=True)]
     return max(float(gap.max() if dtype == torch.float32 else gap.mean()) for gap in gaps)
 
@@ -69,7 +74,7 @@ def _logprobs(
     policy: PolicyModel, batch: PackedBatch, rows: Sequence[Sequence[int]], num_shared: int
 ) -> Iterator[Tensor]:
     """Yield each row's log-probabilities of its tokens but the first, [T - 1]."""
-    hidden_NC = policy(batch)
+    hidden_NC = policy.context.whole(policy(batch), len(batch.token_ids_N))
     logprobs_NV = policy.logits(hidden_NC).float().log_softmax(-1)
     start = num_shared
     for row in rows:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from areal_gym.errors import TrainError
+from areal_gym.models.context_parallel import WHOLE, ContextGroup
 from areal_gym.models.hf.token_mixing import current_mixing
 
 _LAYER = "_areal_gym_layer"
@@ -45,15 +46,20 @@ class RoutingStats:
         pair = torch.stack((is_common_NK.sum(), is_known_N.sum() * recorded_NK.shape[1]))
         self._agreed = pair if self._agreed is None else self._agreed + pair
 
-    def take_counts(self) -> Tensor | None:
-        """Return the tokens of each layer's experts since the last call, [L, E]; None if none."""
-        counts, self._counts = self._counts, {}
-        return torch.stack([counts[layer] for layer in sorted(counts)]).cpu() if counts else None
+    def take_counts(self, context: ContextGroup = WHOLE) -> Tensor | None:
+        """Return the tokens of each layer's experts since the last call, [L, E]; None if none.
 
-    def take_agreement(self) -> tuple[int, int]:
+        All ranks of `context` call this, and get the sum of their counts.
+        """
+        counts, self._counts = self._counts, {}
+        if not counts:
+            return None
+        return context.sum(torch.stack([counts[layer] for layer in sorted(counts)])).cpu()
+
+    def take_agreement(self, context: ContextGroup = WHOLE) -> tuple[int, int]:
         """Return how many recorded experts the routers chose, and all, since the last call."""
         pair, self._agreed = self._agreed, None
-        agreed, recorded = (0, 0) if pair is None else pair.tolist()
+        agreed, recorded = (0, 0) if pair is None else context.sum(pair).tolist()
         return agreed, recorded
 
 

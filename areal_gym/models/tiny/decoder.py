@@ -249,8 +249,22 @@ class Decoder(PolicyModel):
         return config_to_hf(self.config)
 
     def forward(self, batch: PackedBatch, wanted_M: Tensor | None = None) -> Tensor:
-        """Return hidden states of a flat batch, [N, C], or [M, C]; see `hidden_states`."""
-        return self.hidden_states(batch.token_ids_N, batch.positions_N, batch.attend, wanted_M)
+        """Return hidden states of a flat batch, [N, C], or [M, C]; see `PolicyModel.forward`."""
+        context = self.context
+        if context.size == 1:
+            return self.hidden_states(batch.token_ids_N, batch.positions_N, batch.attend, wanted_M)
+        num_tokens = len(batch.token_ids_N)
+
+        def attend(
+            q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None, softcap: float | None
+        ) -> Tensor:
+            inner = functools.partial(batch.attend, window=window, softcap=softcap)
+            return context.attend(inner, q_NHD, k_NKD, v_NKD, num_tokens)
+
+        hidden_nC = self.hidden_states(
+            context.own(batch.token_ids_N), context.own(batch.positions_N), attend
+        )
+        return hidden_nC if wanted_M is None else context.wanted(hidden_nC, wanted_M, num_tokens)
 
     def hidden_states(
         self,

@@ -110,4 +110,4 @@ def _rewards(decoder: PolicyModel, batch: PackedBatch) -> torch.Tensor:
         raise TypeError(f"a reward model is needed, not a {type(decoder).__name__}")
     device = batch.token_ids_N.device
     last_B = torch.tensor([int(index[-1]) for index in batch.row_index], device=device)
-    return decoder.rewards(decoder(batch, last_B))
+    return decoder.context.whole(decoder.rewards(decoder(batch, last_B)), len(last_B))
