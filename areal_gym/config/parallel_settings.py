@@ -39,11 +39,6 @@ class Layout:
         """Ranks that divide a replica's weights by FSDP2: context ranks do as well as shards."""
         return self.shard * self.context
 
-    @property
-    def num_averaged(self) -> int:
-        """Ranks over whose gradients FSDP2 averages; each has a part of their sum."""
-        return self.replicate * self.fsdp_size
-
 
 class ParallelConfig(Settings):
     """The sizes by which `trainer.num_ranks` processes share a model: num_ranks is replicate x

@@ -273,8 +273,12 @@ class TrainerConfig(Settings):
                 "are whole on every rank, and cannot be multiplied with divided ones; use "
                 "trainer.parallel.tensor=1, and more shards instead"
             )
-        if self.layout.context > 1:
-            raise ValueError("trainer.parallel.context > 1 is not there yet; use 1")
+        if self.layout.context > 1 and self.layout.tensor > 1:
+            raise ValueError(
+                f"trainer.parallel.context = {self.layout.context} with tensor = "
+                f"{self.layout.tensor} has not been compared with one rank; use one of them, and "
+                "more shards instead"
+            )
         if self.cpu_offload and self.num_ranks == 1:
             raise ValueError(
                 "cpu_offload = true is FSDP2's: with num_ranks = 1 nothing would be offloaded; use "

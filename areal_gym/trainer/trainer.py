@@ -347,8 +347,8 @@ class Trainer(PolicyTrainer):
                 step.add(
                     batch, indexes, logprobs_T, metrics, num_tokens=num_tokens, is_first=is_first
                 )
-            # Gradients are averaged over the ranks, each of which has a part of the sum.
-            (loss * (self._ranks.layout.num_averaged if is_mine else 0)).backward()
+            # Gradients are averaged over the ranks; each data rank has a part of the loss.
+            (loss * (self._ranks.num_data_ranks if is_mine else 0)).backward()
         # A loss may be no number where its gradient is one: what is added to it has none.
         is_finite = math.isfinite(self._ranks.sum({"loss": sum_of_losses})["loss"])
         norm = self._optimizer.step(self._lr_scale(), is_usable=is_finite)

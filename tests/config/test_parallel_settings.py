@@ -18,7 +18,7 @@ def test_one_rank_is_the_default():
 def test_shard_is_what_the_others_leave():
     layout = config("num_ranks=8", "parallel.replicate=2", "parallel.expert=4").layout
     assert layout == Layout(replicate=2, shard=4, expert=4)
-    assert (layout.num_ranks, layout.num_data_ranks, layout.num_averaged) == (8, 8, 8)
+    assert (layout.num_ranks, layout.num_data_ranks, layout.fsdp_size) == (8, 8, 4)
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,3 @@ def test_ranks_of_one_group_get_the_same_rows():
     for ranks, part in zip(all_ranks, parts, strict=True):
         assert part == parts[ranks.data_rank * 6]
     assert sorted(m for part in parts[::6] for m in part) == list(range(100))
-    assert [ranks.context_rank for ranks in all_ranks[:6]] == [0, 0, 0, 1, 1, 1]

@@ -93,27 +93,48 @@ def policies(names):
         yield name, build_policy(tiny_config(name), seed=0)
 
 
+def kept_bytes(context):
+    """What a pass over a row of 2,048 tokens keeps for its gradient, besides weights."""
+    policy = build_policy(tiny_config("llama", max_position_embeddings=4096), seed=0)
+    policy.share_tokens(context)
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # alive, so that no other gets its address
+        return tensor
+
+    row = Row(token_ids=[i % 50 for i in range(2048)], num_shared=0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        score_tokens(policy, pack([row]), [(False,) + (True,) * 2047])
+    return sum(storage.nbytes() for storage in kept.values())
+
+
 def compare_all(rank, names):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     contexts = {
         "two ranks": ContextGroup(pairs[rank // 2], rank % 2, 2),
         "four ranks": ContextGroup(dist.group.WORLD, rank, 4),
     }
-    return {
+    gaps = {
         (name, rows, number): compare(policy, lengths, context)
         for name, policy in policies(names)
         for rows, lengths in ROWS.items()
         for number, context in contexts.items()
     }
+    return gaps, kept_bytes(contexts["four ranks"]) / kept_bytes(WHOLE)
 
 
 @pytest.fixture(scope="module")
-def gaps():
+def on_four_ranks():
     return on_ranks(4, compare_all, NAMES)
 
 
 @pytest.mark.parametrize("name", ["tiny decoder", "twelve and three heads", *NAMES])
-def test_ranks_that_share_tokens_compute_what_one_computes(name, gaps):
+def test_ranks_that_share_tokens_compute_what_one_computes(name, on_four_ranks):
+    gaps = [rank for rank, _ in on_four_ranks]
     found = {key: rank[key] for rank in gaps for key in rank if key[0] == name}
     assert len(found) == 4
     for rank in gaps:
@@ -122,6 +143,11 @@ def test_ranks_that_share_tokens_compute_what_one_computes(name, gaps):
                 assert values["scores"] < 1e-5, key
                 assert values["gradients"] < 1e-4, key
                 assert values["counts"] == 0, key
+
+
+def test_a_rank_keeps_its_part_of_the_activations(on_four_ranks):
+    for _, share in on_four_ranks:
+        assert 0.2 < share < 0.35
 
 
 def test_heads_that_ranks_do_not_divide_are_refused():

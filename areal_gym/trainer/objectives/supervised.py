@@ -165,8 +165,8 @@ class Supervised(PolicyTrainer):
                 batch = pack_examples(part, self._device)
                 judgement = self._objective(self.decoder, batch, part)
             if learns:
-                # Gradients are averaged over the ranks, each of which has a part of the sum.
-                share = self._ranks.layout.num_averaged if is_mine else 0
+                # Gradients are averaged over the ranks; each data rank has a part of the loss.
+                share = self._ranks.num_data_ranks if is_mine else 0
                 (judgement.loss_U.sum() / num_units * share).backward()
             if is_mine:
                 for name, values in {"loss": judgement.loss_U, **judgement.metrics}.items():

@@ -117,16 +117,18 @@ def _pack(rows: Sequence[Sequence[int]], num_shared: int) -> PackedBatch:
 
 
 def prepare_decoder(decoder: PolicyModel, config: TrainerConfig, ranks: Ranks) -> None:
-    """Apply the settings to a decoder's layers, and shard its weights.
+    """Apply the settings to a decoder's layers, shard its weights and the tokens of its passes.
 
     The weights outside of layers (embeddings, the last norm, the output projection) are gathered
     as one piece and stay whole until the end of the backward pass: the loss needs the output
     projection after the decoder has returned.
 
     Raises:
-        ConfigError: the settings compile layers for a CPU, and there is no compiler.
+        ConfigError: the settings compile layers for a CPU, and there is no compiler; or ranks
+            cannot share the tokens of this architecture.
     """
     decoder.recomputes_layers = config.recompute_layers
+    decoder.share_tokens(ranks.context_group)
     if config.compile:
         if next(decoder.parameters()).device.type == "cpu":
             _require_compiler()

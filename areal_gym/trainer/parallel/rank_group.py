@@ -18,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from areal_gym.config import Layout
+from areal_gym.models.context_parallel import WHOLE, ContextGroup
 
 _ONE_RANK = Layout()
 
@@ -50,11 +51,6 @@ class Ranks:
         """The number of parts into which a batch's rows are divided."""
         return self.layout.num_data_ranks
 
-    @property
-    def context_rank(self) -> int:
-        """The number of this rank's slice of its rows' tokens."""
-        return self.rank // self.layout.tensor % self.layout.context
-
     @cached_property
     def mesh(self) -> DeviceMesh:
         """All ranks, by dimensions that are named as the settings are."""
@@ -72,9 +68,12 @@ class Ranks:
         return self.mesh[name] if self.layout.replicate == 1 else self.mesh["replicate", name]
 
     @cached_property
-    def context_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks that divide the tokens of this rank's rows; None if it has them alone."""
-        return self.mesh["context"].get_group() if self.layout.context > 1 else None
+    def context_group(self) -> ContextGroup:
+        """The ranks that divide the tokens of this rank's rows."""
+        if self.layout.context == 1:
+            return WHOLE
+        place = self.rank // self.layout.tensor % self.layout.context
+        return ContextGroup(self.mesh["context"].get_group(), place, self.layout.context)
 
     @cached_property
     def _data_group(self) -> torch.distributed.ProcessGroup | None:
