@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from areal_gym.config import TrainerConfig
 from areal_gym.models import flat_batch
+from areal_gym.models.context_parallel import ContextGroup
 from areal_gym.models.flat_batch import Block, Segment
 from areal_gym.models.hf.hf_loading import Sharding
 from areal_gym.models.hf.hf_policy import HFPolicy
@@ -112,6 +113,7 @@ def surroundings(mode: FakeTensorMode, *, is_cpu: bool) -> Iterator[None]:
             # Outputs and what is kept are allocated outside of the compiled functions.
             stack.enter_context(_replaced(module, "run", lambda *_, **__: None))
         stack.enter_context(_replaced(flat_batch, "_block", _block))
+        stack.enter_context(_replaced(ContextGroup, "wanted", _wanted))
         if not is_cpu:
             stack.enter_context(_replaced(kernel_library, "is_there", lambda: False))
             stack.enter_context(_replaced(flat_batch, "fits_kernel", _fits_kernel))
@@ -122,6 +124,11 @@ def surroundings(mode: FakeTensorMode, *, is_cpu: bool) -> Iterator[None]:
         # Fake tensors refuse to be moved.
         stack.enter_context(_replaced(nn.Module, "to", lambda module, *_, **__: module))
         yield
+
+
+def _wanted(context: ContextGroup, hidden_nC: Tensor, wanted_M: Tensor, num_tokens: int) -> Tensor:
+    """Return as many hidden states as a rank gets, whichever rank has computed them."""
+    return hidden_nC.index_select(0, context.own(wanted_M))
 
 
 @contextmanager

@@ -61,11 +61,11 @@ class Ranks:
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """The ranks that FSDP2 shards over; of two dimensions, it replicates over the first."""
-        name = "shard"
-        if self.layout.context > 1:
-            name = "fsdp"
-            self.mesh["shard", "context"]._flatten(name)
-        return self.mesh[name] if self.layout.replicate == 1 else self.mesh["replicate", name]
+        layout = self.layout
+        sizes = (layout.replicate, layout.fsdp_size, layout.tensor)
+        names = ("replicate", "fsdp", "tensor")
+        mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
+        return mesh["fsdp"] if layout.replicate == 1 else mesh["replicate", "fsdp"]
 
     @cached_property
     def context_group(self) -> ContextGroup:
