@@ -209,13 +209,14 @@ def test_bytes_of_each_collective_are_what_arithmetic_gives():
 
 def test_ranks_that_share_tokens_keep_a_part_of_the_activations():
     sizes = ("engine.max_context=4096", "trainer.tokens_per_microbatch=4096")
+    sizes += ("trainer.dtype=bfloat16",)  # which the fused kernel takes: no mask of all pairs
     alone = simulated("llama", "trainer.num_ranks=4", *sizes)
     shared = simulated("llama", "trainer.num_ranks=4", "trainer.parallel.context=4", *sizes)
     assert shared.num_tokens == alone.num_tokens
-    assert shared.peak["activations"] < 0.35 * alone.peak["activations"]
+    assert shared.peak["activations"] < 0.3 * alone.peak["activations"]
     assert shared.peak["weights"] == alone.peak["weights"]
     # Queries, keys, values and outputs, 4 heads each after keys were repeated, there and back.
-    travels = 4 * 4 * 2 * 4 * 4 * 16 * shared.num_tokens / 4
+    travels = 2 * 4 * 2 * 4 * 4 * 16 * shared.num_tokens / 4
     sent = (shared.microbatch + shared.update).bytes_by_link
     assert sent[Link("all-to-all", (0, 1, 2, 3))] == pytest.approx(travels, rel=0.02)
 

@@ -180,21 +180,25 @@ def on_two_ranks(policies):
     return on_ranks(2, compare_all, policies, cases)
 
 
-def assert_near(gaps):
+def assert_near(case, gaps):
+    # A recurrence that ends earlier sums in another order: by 2e-5 in the gradients of single
+    # weights, which Adam's first step turns into 1.5e-5 in the loss and norm of the second.
+    second = 5e-5 if case == "recurrent" else 1e-5
     for rank in gaps:
         for name, value in rank.items():
             # Adam makes a whole step of a gradient that is rounding, wherever weights have one.
-            allowed = {"weights": 2e-3, "gradients": 1e-4, "metrics 1": 5e-5}.get(name, 1e-5)
+            tolerances = {"weights": 2e-3, "gradients": 1e-4, "metrics 1": second, "norm 1": second}
+            allowed = tolerances.get(name, 1e-5)
             assert value < allowed, (name, value)
 
 
 @pytest.mark.parametrize("name", [*CASES, "Sft", "BradleyTerry"])
 def test_four_ranks_train_what_one_rank_trains(name, on_four_ranks):
-    assert_near([rank[name] for rank in on_four_ranks])
+    assert_near(name, [rank[name] for rank in on_four_ranks])
 
 
 @pytest.mark.parametrize(
     "name", ["dense", "windows", "mixture, replayed experts", "Sft", "BradleyTerry"]
 )
 def test_two_ranks_train_what_one_rank_trains(name, on_two_ranks):
-    assert_near([rank[name] for rank in on_two_ranks])
+    assert_near(name, [rank[name] for rank in on_two_ranks])
