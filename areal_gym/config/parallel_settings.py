@@ -60,10 +60,10 @@ class ParallelConfig(Settings):
     context: int = Field(1, ge=1)
     """Ranks that divide the tokens of the same rows, for long contexts (Ulysses)."""
 
-    reduce: Literal["microbatch", "update"] = "microbatch"
+    reduce: Literal["auto", "microbatch", "update"] = "auto"
     """When shards sum their gradients: in every micro-batch, with shards only, or once per update,
-    until when each rank keeps whole ones (4 bytes a parameter, divided by tensor); layers of
-    replicas do it once per update either way."""
+    until when each rank keeps whole ones (4 bytes a parameter, divided by tensor); "auto" does it
+    once where they take at most 4 GB. Layers of replicas do it once per update either way."""
 
     def layout(self, num_ranks: int) -> Layout:
         """Return how so many ranks are arranged.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -159,12 +160,23 @@ def labelled_training(
     def label_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         tracker.label(_tensors(list(optimizer.state.values())), "states")
 
+    keep_whole = FSDPParam.to_accumulated_grad_if_needed
+
+    def label_whole(sharded: FSDPParam) -> None:
+        keep_whole(sharded)
+        unsharded = getattr(sharded, "_unsharded_param", None)
+        tracker.label([sharded.unsharded_accumulated_grad], "gradients")
+        tracker.label([None if unsharded is None else unsharded.grad], "gradients")
+
+    # Gradients that are not reduced yet are none of the parameters that the module shows.
+    FSDPParam.to_accumulated_grad_if_needed = label_whole  # type: ignore[method-assign, assignment]
     for optimizer in optimizers:
         label_states(optimizer)
         hooks.append(optimizer.register_step_post_hook(label_states))
     try:
         yield
     finally:
+        FSDPParam.to_accumulated_grad_if_needed = keep_whole  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
 

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 _Pass = TypeVar("_Pass")
 
 
+_WHOLE_GRADIENTS_BYTES = 4e9
+"""Whole gradients of at most so many bytes are kept on each rank until the end of an update."""
+
+
 def _require_compiler() -> None:
     name = os.environ.get("CXX", "g++")  # as torch's inductor does
     if shutil.which(name) is None:
@@ -169,10 +173,15 @@ def reducing_once(
     """Yield the passes of one update; the backward pass of the last one reduces their gradients.
 
     With `trainer.parallel.reduce` "microbatch" every backward pass does, but replicas sum those of
-    their layers in the last one.
+    their layers in the last one; "auto" means that for models whose whole gradients are too large.
     """
+    trained = (p for module in modules if module is not None for p in module.parameters())
+    num_bytes = sum(4 * p.numel() for p in trained if p.requires_grad) // config.parallel.tensor
+    once = config.parallel.reduce == "update" or (
+        config.parallel.reduce == "auto" and num_bytes <= _WHOLE_GRADIENTS_BYTES
+    )
     parts = [part for module in modules if module is not None for part in module.modules()]
-    if config.parallel.reduce == "microbatch":
+    if not once:
         # Of what is outside of layers, torch reduces some weights before others, and cannot keep
         # the sums of one replica for later.
         layers = (part.layers for part in parts if isinstance(part, PolicyModel))
@@ -185,7 +194,7 @@ def reducing_once(
         is_last = following is None
         for part in sharded:
             part.set_requires_all_reduce(is_last, recurse=False)
-            if config.parallel.reduce == "update":
+            if once:
                 part.set_requires_gradient_sync(is_last, recurse=False)
                 part.set_is_last_backward(is_last)
         yield current
