@@ -151,13 +151,16 @@ def test_every_part_of_a_rank_is_simulated(case, on_two_ranks):
 
 
 def test_shards_are_what_arithmetic_gives():
-    step = simulated("qwen3", "trainer.num_ranks=8", "trainer.algorithm=ppo")
+    often = "trainer.parallel.reduce=microbatch"
+    step = simulated("qwen3", "trainer.num_ranks=8", "trainer.algorithm=ppo", often)
     count = step.shape.num_parameters
     trunks = 2  # the policy's and the critic's, which has no output projection
     unused = SIZES["vocab_size"] * SIZES["hidden_size"]
     assert step.peak["weights"] == pytest.approx(4 * (trunks * count - unused) / 8, rel=0.05)
     assert step.peak["states"] == pytest.approx(2 * step.peak["weights"], rel=0.05)
     assert step.peak["gradients"] == pytest.approx(step.peak["weights"], rel=0.05)
+    once = simulated("qwen3", "trainer.num_ranks=8", "trainer.algorithm=ppo")
+    assert once.peak["gradients"] > 0.9 * 8 * step.peak["gradients"]  # whole ones
     # Forward and backward gather each layer; the forward pass of a critic, too.
     gathered = 4 * (trunks * count - unused)
     costs = step.looks + step.microbatch
@@ -188,11 +191,18 @@ def test_operations_are_those_that_the_model_needs():
 
 def test_bytes_of_each_collective_are_what_arithmetic_gives():
     everyone, pairs = tuple(range(4)), (0, 1)
-    plain = simulated("qwen3_moe", "trainer.num_ranks=4")
-    count = plain.shape.num_parameters
+    often = "trainer.parallel.reduce=microbatch"
+    once = simulated("qwen3_moe", "trainer.num_ranks=4")
+    count = once.shape.num_parameters
+    assert not once.microbatch.bytes_by_link[Link("reduce-scatter", everyone)]
+    # The output projection is used before the norm that it shares a group with: it goes twice.
+    head = SIZES["vocab_size"] * SIZES["hidden_size"]
+    sent = once.update.bytes_by_link[Link("reduce-scatter", everyone)]
+    assert sent == pytest.approx(4 * (count + head), rel=0.01)
+    plain = simulated("qwen3_moe", "trainer.num_ranks=4", often)
     sent = (plain.microbatch + plain.update).bytes_by_link
     assert sent[Link("reduce-scatter", everyone)] == pytest.approx(4 * count, rel=0.01)
-    divided = simulated("qwen3_moe", "trainer.num_ranks=4", "trainer.parallel.expert=2")
+    divided = simulated("qwen3_moe", "trainer.num_ranks=4", "trainer.parallel.expert=2", often)
     sent = (divided.microbatch + divided.update).bytes_by_link
     experts = 4 * 8 * 3 * 32 * SIZES["hidden_size"]  # layers, experts, matrices, width
     assert sent[Link("reduce-scatter", everyone)] == pytest.approx(4 * (count - experts), rel=0.01)
