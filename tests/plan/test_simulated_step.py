@@ -211,7 +211,7 @@ def test_bytes_of_each_collective_are_what_arithmetic_gives():
     travels = 4 * 4 * 2 * 4 * SIZES["hidden_size"] * divided.num_tokens
     assert sent[Link("all-to-all", pairs)] == pytest.approx(travels, rel=0.01)
     assert divided.peak["weights"] == pytest.approx(4 * count / 4, rel=0.01)
-    replicas = simulated("qwen3_moe", "trainer.num_ranks=4", "trainer.parallel.replicate=2")
+    replicas = simulated("qwen3_moe", "trainer.num_ranks=4", "trainer.parallel.replicate=2", often)
     sent = (replicas.microbatch + replicas.update).bytes_by_link
     assert sent[Link("all-reduce", (0, 2))] == pytest.approx(4 * count / 2, rel=0.01)
     assert replicas.peak["states"] == pytest.approx(8 * count / 2, rel=0.01)
