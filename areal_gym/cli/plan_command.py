@@ -20,6 +20,7 @@ from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.cli.setting_flags import resolve, setting_flags
 from areal_gym.errors import UsageError
 from areal_gym.utils.files import write_atomic
+from areal_gym.utils.markup import counted
 
 if TYPE_CHECKING:
     from areal_gym.plan.run_plan import RunPlan
@@ -84,7 +85,7 @@ def plan_command(
             f"servers; there are {num_gpus}",
             hints=["fewer: trainer.num_ranks=N, engine.kwargs.num_servers=N"],
         )
-    talk(f"simulating a step of {config.engine.model} on {num_ranks} ranks")
+    talk(f"simulating a step of {config.engine.model} on {counted(num_ranks, 'rank')}")
     plan = plan_run(
         config,
         gpu=gpu,
@@ -109,12 +110,15 @@ def _print(plan: RunPlan) -> None:
     print_data(
         f"{plan.num_parameters / 1e9:.2f} billion parameters, "
         f"{plan.num_active_parameters / 1e9:.2f} for each token; {plan.num_gpus} x {plan.gpu}: "
-        f"{plan.num_ranks} ranks, {plan.num_servers} servers of {plan.gpus_per_server}"
+        f"{counted(plan.num_ranks, 'rank')}, {counted(plan.num_servers, 'server')} of "
+        f"{plan.gpus_per_server}{', in turns' if plan.takes_turns else ''}"
     )
     rows = _bytes_of("a rank, training", plan.rank_bytes, plan.gpu_bytes)
     if not plan.rank_bytes.get("logits"):
         rows.append(("(logits before)", *_part(plan.logits_bytes, plan.gpu_bytes)))
     rows += _bytes_of("rank 0, publishing", plan.publishing_bytes, plan.gpu_bytes)
+    if plan.server_stays_bytes:
+        rows.append(("(server's weights)", *_part(plan.server_stays_bytes, plan.gpu_bytes)))
     if plan.num_servers:
         server = {"weights": plan.server_weight_bytes, "cache": plan.server_cache_bytes}
         rows += _bytes_of("a server's GPU", server, plan.gpu_bytes)

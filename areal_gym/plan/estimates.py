@@ -21,6 +21,8 @@ LINK_EFFICIENCY = 0.7
 """Share of the bandwidth between GPUs that collectives reach."""
 NETWORK_BANDWIDTH = 50e9
 """Bytes per second of each GPU to other nodes: InfiniBand or RoCE of 400 Gbit/s for each GPU."""
+HOST_BANDWIDTH = 25e9
+"""Bytes per second between a GPU and its host: PCIe 4.0."""
 DISK_BANDWIDTH = 2e9
 """Bytes per second of files that trainer and servers share."""
 GPUS_PER_NODE = 8
@@ -56,7 +58,7 @@ class Estimate:
 
     seconds: Mapping[str, float]
     limits: Mapping[str, str]
-    """"compute", "memory bandwidth", "network" or "disk", by part."""
+    """"compute", "memory bandwidth", "host bandwidth", "network" or "disk", by part."""
 
     @property
     def slowest(self) -> str:

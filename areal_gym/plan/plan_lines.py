@@ -20,14 +20,15 @@ second."""
 def summary(plan: RunPlan) -> list[str]:
     """Return the plan in four lines: ranks, servers, hosts, seconds."""
     lines = [
-        f"plan: {plan.num_gpus} x {plan.gpu}; each of {plan.num_ranks} ranks takes "
+        f"plan: {plan.num_gpus} x {plan.gpu}{', in turns' if plan.takes_turns else ''}; "
+        f"{_each(plan.num_ranks, 'rank')} takes "
         f"{_gb(sum(plan.rank_bytes.values()))} GB = {_listed(plan.rank_bytes)}; "
         f"{_gb(sum(plan.publishing_bytes.values()))} GB while it publishes"
     ]
     if plan.num_servers:
         gpus = f"{plan.gpus_per_server} GPU{'s' * (plan.gpus_per_server > 1)}"
         lines.append(
-            f"each of {plan.num_servers} servers of {gpus} has "
+            f"{_each(plan.num_servers, 'server')} of {gpus} has "
             f"{_gb(plan.server_weight_bytes)} GB weights and {_gb(plan.server_cache_bytes)} GB "
             f"cache a GPU: {plan.cache_tokens:,} tokens of "
             f"{plan.cache_bytes_per_token / 1e3:.0f} kB"
@@ -66,7 +67,7 @@ def describe_memory(config: RunConfig) -> list[str]:
     is_cpu = pick_device(config.trainer.device).type == "cpu" and engine.id == "embedded"
     step = simulate_step(config, model, is_cpu=is_cpu or config.trainer.device == "cpu")
     shape, num_ranks = step.shape, config.trainer.num_ranks
-    each = "the trainer" if num_ranks == 1 else f"each of {num_ranks} ranks"
+    each = _each(num_ranks, "rank")
     tokens = config.rollout.max_in_flight * engine.max_context
     return [
         f"memory: a policy of {shape.num_parameters / 1e9:.2f} billion parameters; {each} takes "
@@ -77,6 +78,10 @@ def describe_memory(config: RunConfig) -> list[str]:
         f"{config.rollout.max_in_flight:,} in flight, all of {engine.max_context:,} tokens, would "
         f"take {_gb(tokens * shape.cache_bytes_per_token)} GB: who finds no room there waits",
     ]
+
+
+def _each(number: int, noun: str) -> str:
+    return f"the {noun}" if number == 1 else f"each of {number} {noun}s"
 
 
 def _listed(sizes: Mapping[str, int]) -> str:

@@ -19,6 +19,7 @@ from areal_gym.models.gpus import Gpu, gpu_named
 from areal_gym.models.policy_model import ModelShape
 from areal_gym.plan.estimates import (
     GPUS_PER_NODE,
+    HOST_BANDWIDTH,
     Estimate,
     Training,
     generation_seconds,
@@ -58,6 +59,10 @@ class RunPlan:
     """Bytes of rank 0 while it publishes: what stays between steps, and buckets."""
     num_servers: int
     gpus_per_server: int
+    takes_turns: bool
+    """Servers and ranks use the same GPUs in turns (`trainer.colocate`)."""
+    server_stays_bytes: int
+    """What a server keeps on a GPU during the ranks' turn: its weights beside an adapter."""
     server_weight_bytes: int
     """Weights on each GPU of a server, in bfloat16."""
     server_cache_bytes: int
@@ -79,16 +84,16 @@ class RunPlan:
     traffic_bytes: Mapping[str, int]
     """Bytes that one rank sends in a step, by collective."""
     seconds: Mapping[str, float]
-    """Estimates: generate, train, update, communicate, publish, step."""
+    """Estimates: generate, train, update, communicate, publish, offload, step."""
     limit: str
     """The part that takes longest."""
     limited_by: str
-    """What that part waits for: compute, memory bandwidth, network or disk."""
+    """What that part waits for: compute, memory or host bandwidth, network or disk."""
 
     @property
     def num_gpus(self) -> int:
         """The GPUs of ranks and servers."""
-        return self.num_ranks + self.num_servers * self.gpus_per_server
+        return _num_gpus(self.num_ranks, self.num_servers, self.gpus_per_server, self.takes_turns)
 
     @property
     def room(self) -> float:
@@ -97,8 +102,10 @@ class RunPlan:
 
     @property
     def rank_total(self) -> int:
-        """The bytes of a rank when they are most."""
-        return max(sum(self.rank_bytes.values()), sum(self.publishing_bytes.values()))
+        """The bytes of a rank when they are most, and of a server on the same GPU then."""
+        training, publishing = sum(self.rank_bytes.values()), sum(self.publishing_bytes.values())
+        servers = self.server_weight_bytes if self.takes_turns else 0
+        return max(training + self.server_stays_bytes, publishing + servers)
 
     @property
     def host_bytes_per_node(self) -> int:
@@ -120,8 +127,13 @@ class RunPlan:
 
 def gpus_of(config: RunConfig) -> int:
     """Return the number of GPUs that ranks and servers take, one for each rank."""
-    num_servers, gpus_per_server, _ = servers_of(config)
-    return config.trainer.num_ranks + num_servers * gpus_per_server
+    num_servers, size, _ = servers_of(config)
+    return _num_gpus(config.trainer.num_ranks, num_servers, size, config.trainer.colocate)
+
+
+def _num_gpus(num_ranks: int, num_servers: int, gpus_per_server: int, takes_turns: bool) -> int:
+    served = num_servers * gpus_per_server
+    return max(num_ranks, served) if takes_turns else num_ranks + served
 
 
 def plan_run(
@@ -141,7 +153,7 @@ def plan_run(
         ConfigError: `engine.model` has no config that can be trained, or the settings do not fit.
         UsageError: there is no such GPU, or the model is the built-in starter.
     """
-    figures = gpu_named(gpu)
+    figures, trainer = gpu_named(gpu), config.trainer
     if config.engine.model == "starter":
         raise UsageError(
             "the built-in starter fits anywhere: a plan is for a checkpoint",
@@ -154,7 +166,7 @@ def plan_run(
     step_tokens = config.rollout.batch_groups * config.rollout.group_size * tokens
     servers = _servers(config, model, figures, step.shape)
     training = _training(config, step, step_tokens, tokens)
-    estimate, traffic = _estimate(config, step.shape, servers, training, figures, tokens)
+    estimate, traffic = _estimate(config, step, servers, training, figures, tokens)
     rank_bytes, host_bytes = _offloaded(config, step)
     buckets = _bucket_bytes(config, step)
     return RunPlan(
@@ -171,6 +183,12 @@ def plan_run(
         | ({"buckets": buckets} if buckets else {}),
         num_servers=servers.num_servers,
         gpus_per_server=servers.gpus_per_server,
+        takes_turns=trainer.colocate,
+        server_stays_bytes=(
+            servers.weight_bytes_per_gpu
+            if trainer.colocate and trainer.weight_sync.id == "lora"
+            else 0
+        ),
         server_weight_bytes=servers.weight_bytes_per_gpu,
         server_cache_bytes=servers.cache_bytes_per_gpu,
         cache_bytes_per_token=servers.cache_bytes_per_token,
@@ -228,7 +246,7 @@ def _training(config: RunConfig, step: SimulatedStep, step_tokens: int, length: 
 
 def _estimate(
     config: RunConfig,
-    shape: ModelShape,
+    step: SimulatedStep,
     servers: ServerMemory,
     training: Training,
     gpu: Gpu,
@@ -240,7 +258,10 @@ def _estimate(
     weight_sync = config.trainer.weight_sync.id
     if weight_sync == "auto":
         weight_sync = "disk" if servers.num_servers else "in-process"
-    num_bytes = _sent_size(config) * shape.num_parameters
+    num_bytes = publication_bytes(config, step)
+    if config.trainer.colocate:
+        seconds["offload"] = 2 * _kept_bytes(step) / HOST_BANDWIDTH  # there, and back
+        limits["offload"] = "host bandwidth"
     seconds["publish"], limits["publish"] = publication_seconds(num_bytes, weight_sync)
     if servers.cache_tokens:
         seconds["generate"], limits["generate"] = generation_seconds(
@@ -249,12 +270,12 @@ def _estimate(
             step_tokens=config.rollout.batch_groups * config.rollout.group_size * tokens,
             tokens=tokens,
             max_in_flight=config.rollout.max_in_flight,
-            flops_per_token=2.0 * shape.num_active_parameters,
+            flops_per_token=2.0 * step.shape.num_active_parameters,
         )
     trained = max(seconds["train"], seconds["communicate"]) + seconds["update"]
-    trained += seconds["publish"]
+    trained += seconds["publish"] + seconds.get("offload", 0.0)
     generated = seconds.get("generate", 0.0)
-    is_async = config.rollout.max_staleness > 0
+    is_async = config.rollout.max_staleness > 0 and not config.trainer.colocate
     seconds["step"] = max(trained, generated) if is_async else trained + generated
     traffic: Counter[str] = Counter()
     for link, size in training.costs.bytes_by_link.items():
@@ -307,6 +328,11 @@ def _offloaded(config: RunConfig, step: SimulatedStep) -> tuple[dict[str, int], 
     return on_gpu, sum(on_gpu.pop(kind, 0) for kind in _TRAINED)
 
 
+def _kept_bytes(step: SimulatedStep) -> int:
+    """Return what a rank keeps from step to step, which it offloads for servers' turns."""
+    return sum(step.kept.get(kind, 0) for kind in ("weights", "frozen", "states"))
+
+
 def _host_bytes(
     config: RunConfig, step: SimulatedStep, offloaded: int, step_tokens: int
 ) -> dict[str, int]:
@@ -317,7 +343,7 @@ def _host_bytes(
     parts = {
         "processes": int(PROCESS_BYTES) * (num_ranks + 1),
         "checkpoint copies": copied * num_ranks,
-        "offloaded": offloaded * num_ranks,
+        "offloaded": (_kept_bytes(step) if config.trainer.colocate else offloaded) * num_ranks,
         "batches": TOKEN_BYTES * step_tokens * num_batches,
     }
     return {name: size for name, size in parts.items() if size}

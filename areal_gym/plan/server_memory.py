@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,18 +45,20 @@ class ServerMemory:
 
 
 def servers_of(config: RunConfig) -> tuple[int, int, float]:
-    """Return the number of servers, the GPUs of each, and the share of memory that they take."""
-    arguments = [str(word) for word in config.engine.kwargs.get("server_args", ())]
+    """Return the number of servers, the GPUs of each, and the share of memory that they take.
+
+    Servers at `engine.url` count, as if each had the GPUs that `server_args` say.
+    """
+    said = config.engine.kwargs.get("server_args", ())
+    arguments = shlex.split(said) if isinstance(said, str) else [str(word) for word in said]
     pairs = [word.split("=", 1) if "=" in word else [word] for word in arguments]
     given = dict(pairwise([part for words in pairs for part in words]))
     share = float(given.get("--mem-fraction-static", CACHE_SHARE))
     if config.cluster.servers:
         return config.cluster.servers, max(1, config.cluster.gpus_per_server), share
-    named = (
-        given[word] for word in ("--tp", "--tp-size", "--tensor-parallel-size") if word in given
-    )
-    size = int(next(named, 1))
-    return int(config.engine.kwargs.get("num_servers", 0)), size, share
+    size = int(next((given[flag] for flag in _SIZE_FLAGS if flag in given), 1))
+    started = config.engine.kwargs.get("num_servers", int(config.engine.id == "sglang"))
+    return len(config.engine.url) or int(started), size, share
 
 
 def server_memory(

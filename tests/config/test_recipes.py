@@ -55,7 +55,7 @@ def test_a_dry_run_simulates_a_small_recipe(tmp_path, capsys):
     small = ("trainer.tokens_per_microbatch=256", "trainer.device=cpu")
     assert run(["train", "-c", str(path), "--dry-run", *words, *small]) == 0
     out = capsys.readouterr().out
-    assert "# memory: a policy of 0.60 billion parameters; the trainer takes" in out
+    assert "# memory: a policy of 0.60 billion parameters; the rank takes" in out
     assert "4.8 states" in out
     assert "# engine: 1.2 GB weights in bfloat16, 115 kB of cache a token" in out
 

@@ -61,6 +61,23 @@ def test_command_plans_ranks_and_servers(model, areal_gym):
     assert "takes longest" in shown.out
 
 
+def test_servers_and_ranks_in_turns_share_gpus(model, areal_gym):
+    words = ("engine.id=sglang", "trainer.colocate=true", "trainer.lora={}")
+    base = ("plan", f"engine.model={model}", "trainer.num_ranks=2", *words, "--json")
+    whole = json.loads(areal_gym(*base).out)
+    assert (whole["num_gpus"], whole["num_ranks"], whole["num_servers"]) == (2, 2, 1)
+    assert whole["host_bytes"]["offloaded"] > 0
+    adapter = json.loads(areal_gym(*base, "trainer.weight_sync=lora").out)
+    stays = adapter["server_weight_bytes"]
+    assert adapter["server_stays_bytes"] == stays > whole["server_stays_bytes"] == 0
+    assert adapter["rank_total"] == stays + sum(adapter["rank_bytes"].values())
+    assert adapter["publication_bytes"] < whole["publication_bytes"]
+    seconds = whole["seconds"]
+    trained = max(seconds["train"], seconds["communicate"]) + seconds["update"]
+    in_turn = trained + seconds["publish"] + seconds["offload"] + seconds["generate"]
+    assert seconds["step"] == pytest.approx(in_turn)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
