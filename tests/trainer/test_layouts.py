@@ -107,7 +107,7 @@ def count_reductions(rank, directory):
     return [
         reductions_of(rank, directory, tokens_per_microbatch=4096, parallel=LATE),
         reductions_of(rank, directory, **few, parallel=LATE),
-        reductions_of(rank, directory, **few),
+        reductions_of(rank, directory, **few, parallel={"reduce": "microbatch"}),
     ]
 
 
