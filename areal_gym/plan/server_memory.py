@@ -49,8 +49,12 @@ def servers_of(config: RunConfig) -> tuple[int, int, float]:
 
     Servers at `engine.url` count, as if each had the GPUs that `server_args` say.
     """
-    said = config.engine.kwargs.get("server_args", ())
-    arguments = shlex.split(said) if isinstance(said, str) else [str(word) for word in said]
+    given_args = config.engine.kwargs.get("server_args", ())
+    arguments = (
+        shlex.split(given_args)
+        if isinstance(given_args, str)
+        else [str(word) for word in given_args]
+    )
     pairs = [word.split("=", 1) if "=" in word else [word] for word in arguments]
     given = dict(pairwise([part for words in pairs for part in words]))
     share = float(given.get("--mem-fraction-static", CACHE_SHARE))

@@ -71,7 +71,7 @@ class SmallRun:
         await self.publisher.publish(version)
         return {"time/publish_s": 0.0}
 
-    def record(self, step, batch, metrics):
+    async def record(self, step, batch, metrics):
         assert self.publisher._weight_sync.published[-1] == step
         assert len(batch) == 3
         assert {"train/loss", "time/publish_s"} <= set(metrics)
