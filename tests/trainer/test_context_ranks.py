@@ -182,12 +182,13 @@ def on_two_ranks(policies):
 
 def assert_near(case, gaps):
     # A recurrence that ends earlier sums in another order: by 2e-5 in the gradients of single
-    # weights, which Adam's first step turns into 1.5e-5 in the loss and norm of the second.
+    # weights, which Adam's first step turns into 1.7e-5 in the loss, norm and scores after it.
     second = 5e-5 if case == "recurrent" else 1e-5
     for rank in gaps:
         for name, value in rank.items():
             # Adam makes a whole step of a gradient that is rounding, wherever weights have one.
             tolerances = {"weights": 2e-3, "gradients": 1e-4, "metrics 1": second, "norm 1": second}
+            tolerances["scores"] = second  # of the weights after both steps
             allowed = tolerances.get(name, 1e-5)
             assert value < allowed, (name, value)
 
