@@ -97,3 +97,8 @@ def tiny_policy(tmp_path_factory):
     )
     save_checkpoint(decoder, home / "policy", tokenizer_dir=draft)
     return home / "policy"
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("long") and not os.environ.get("AREAL_GYM_LONG_TESTS"):
+        pytest.skip("long, and a shorter sibling runs: AREAL_GYM_LONG_TESTS=1")

@@ -32,8 +32,14 @@ def test_recipe_passes_a_dry_run(path, capsys, monkeypatch):
         assert f"# memory: is told once there is Qwen3-{model_of(path)}/config.json" in out
 
 
+LONG = ("qwen3_235b_a22b_128_gpus", "qwen3_30b_a3b_icepop", "qwen3_30b_a3b_gspo")
+PLANNED = [
+    pytest.param(path, marks=[pytest.mark.long] if path.stem in LONG else []) for path in REAL
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", REAL, ids=named)
+@pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
 def test_recipe_carries_its_plan(path):
     """Computed again; `python -m tests._support.recipe_plans` writes it."""
     plan, comments = planned(path), comments_of(path)

@@ -298,7 +298,7 @@ def watch(peak, is_over):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_processes_take_what_is_simulated(num_ranks, tmp_path, monkeypatch):
     """Of a model of a hundred million parameters, whose libraries have warmed up.
 

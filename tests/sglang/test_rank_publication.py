@@ -164,7 +164,7 @@ def test_files_are_divided_among_the_ranks(policies, two_ranks, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["written"]
 
 
-@pytest.mark.parametrize("id", ["tensor", "distributed"])
+@pytest.mark.parametrize("id", [pytest.param("tensor", marks=pytest.mark.long), "distributed"])
 def test_server_lost_during_a_transfer_does_not_stop_the_others(
     kind, server, policies, tmp_path, id
 ):

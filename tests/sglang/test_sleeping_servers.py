@@ -26,8 +26,15 @@ def retracts(kind):
     require_retract(kind)
 
 
-@pytest.mark.parametrize("interrupt", ["abort", "retract"])
-@pytest.mark.parametrize("id", ["disk", "tensor"])
+@pytest.mark.parametrize(
+    ("id", "interrupt"),
+    [
+        ("disk", "abort"),
+        ("tensor", "retract"),
+        pytest.param("disk", "retract", marks=pytest.mark.long),
+        pytest.param("tensor", "abort", marks=pytest.mark.long),
+    ],
+)
 def test_turns_in_flight_sleep_and_go_on_with_new_weights(
     server,
     policies,

@@ -9,6 +9,7 @@ from tests._support.paths import ROOT
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ranks_hold_one_copy_of_their_shard_and_the_driver_nothing(tmp_path):
     place = ROOT / "benchmarks" / "checkpoint_memory.py"
     spec = importlib.util.spec_from_file_location("checkpoint_memory", place)

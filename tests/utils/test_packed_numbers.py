@@ -46,7 +46,7 @@ def test_floats_survive_every_border(values):
         Floats.from_text(packed.to_text()),
         from_packed(json.loads(json.dumps(packed.to_packed()))),
     ):
-        assert copied == packed
+        assert copied.to_text() == packed.to_text()  # to the bit: one nan is not another
         assert np.array_equal(np.asarray(copied), np.asarray(values, float), equal_nan=True)
 
 
