@@ -1,4 +1,4 @@
-"""Helpers for the tests of SGLang servers: reference log-probabilities and calls."""
+"""Helpers for the tests of SGLang servers: reference log-probabilities, calls, publications."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from contextlib import asynccontextmanager
 
 import torch
 
+from areal_gym.config import LoraConfig, PluginConfig
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.sglang import SGLangEngine
+from areal_gym.engines.sglang.server_client import RefusedError, ServerClient
 from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.chunked_logprobs import score_tokens
+from areal_gym.trainer.weight_sync import make_weight_sync
 
 PROMPT = list(range(20, 60))
 TOLERANCE = 2e-5
@@ -86,3 +89,38 @@ async def turns_kept_in_flight(engine, num_turns=6):
 
 def is_ascending(versions):
     return list(versions) == sorted(versions)
+
+
+def check_each_version(decoders, generation):
+    """Every token's log-probability is that of the weights whose version it carries."""
+    token_ids, versions = generation.token_ids, generation.versions
+    for version in set(versions):
+        start, end = versions.index(version), len(versions) - versions[::-1].index(version)
+        prompt = [*PROMPT, *token_ids[:start]]
+        part = type(generation)(
+            token_ids=token_ids[start:end],
+            logprobs=generation.logprobs[start:end],
+            versions=versions[start:end],
+            finish_reason=generation.finish_reason,
+        )
+        assert logprob_gap(decoders[version % 2], part, prompt) < TOLERANCE, version
+
+
+def sync_of(engine, id, directory, **kwargs):
+    """Make a weight sync to the engine's servers."""
+    settings = PluginConfig(id=id, kwargs=kwargs)
+    return make_weight_sync(engine, settings, directory=directory, lora=LoraConfig())
+
+
+async def checksums(url):
+    """Return the server's own checksums of its weights; None where it has none."""
+    server = ServerClient(url)
+    try:
+        answer = await server.post("/weights_checker", {"action": "checksum"}, timeout_s=60)
+        return answer["ranks"][0]["checksums"]
+    except RefusedError as error:
+        if "CUDA" in str(error):  # 0.5.19 computes them on GPUs only
+            return None
+        raise
+    finally:
+        await server.aclose()

@@ -114,6 +114,14 @@ def policies(tmp_path_factory):
     ]
 
 
+@pytest.fixture(scope="session")
+def decoders(policies):
+    """The weights of the two checkpoints."""
+    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+
+    return [load_checkpoint(policy) for policy in policies]
+
+
 @contextlib.contextmanager
 def running_server(kind, policy, log, *flags, port=None):
     """Run a server in its own process on a free port; yield its URL and process."""

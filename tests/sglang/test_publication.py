@@ -6,13 +6,10 @@ import pytest
 import torch
 from conftest import require_retract, running_server
 
-from areal_gym.config import LoraConfig, PluginConfig
-from areal_gym.engines.sglang.server_client import RefusedError, ServerClient
 from areal_gym.errors import EngineError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
-from areal_gym.trainer.weight_sync import make_weight_sync
 from areal_gym.trainer.weight_sync.base import update_session
 from areal_gym.trainer.weight_sync.flat_buckets import flat_buckets
 from areal_gym.trainer.weight_sync.tensor import encoded
@@ -20,9 +17,12 @@ from tests._support.sglang_suite import (
     PROMPT,
     TOLERANCE,
     ask,
+    check_each_version,
+    checksums,
     engine_over,
     is_ascending,
     logprob_gap,
+    sync_of,
     turns_in_flight,
     turns_kept_in_flight,
 )
@@ -35,29 +35,6 @@ CHANNELS = [
     ("distributed", {}),
     ("distributed", {"bucket_mb": 0.05}),
 ]
-
-
-@pytest.fixture(scope="module")
-def decoders(policies):
-    return [load_checkpoint(policy) for policy in policies]
-
-
-def sync_of(engine, id, directory, **kwargs):
-    settings = PluginConfig(id=id, kwargs=kwargs)
-    return make_weight_sync(engine, settings, directory=directory, lora=LoraConfig())
-
-
-async def checksums(url):
-    server = ServerClient(url)
-    try:
-        answer = await server.post("/weights_checker", {"action": "checksum"}, timeout_s=60)
-        return answer["ranks"][0]["checksums"]
-    except RefusedError as error:
-        if "CUDA" in str(error):  # 0.5.19 computes them on GPUs only
-            return None
-        raise
-    finally:
-        await server.aclose()
 
 
 @pytest.mark.parametrize(("id", "kwargs"), CHANNELS)
@@ -115,21 +92,6 @@ def test_turns_in_flight_continue_with_new_weights(
             await sync.aclose()
 
     asyncio.run(play())
-
-
-def check_each_version(decoders, generation):
-    """Every token's log-probability is that of the weights whose version it carries."""
-    token_ids, versions = generation.token_ids, generation.versions
-    for version in set(versions):
-        start, end = versions.index(version), len(versions) - versions[::-1].index(version)
-        prompt = [*PROMPT, *token_ids[:start]]
-        part = type(generation)(
-            token_ids=token_ids[start:end],
-            logprobs=generation.logprobs[start:end],
-            versions=versions[start:end],
-            finish_reason=generation.finish_reason,
-        )
-        assert logprob_gap(decoders[version % 2], part, prompt) < TOLERANCE, version
 
 
 async def load_from(engine, directory, version):

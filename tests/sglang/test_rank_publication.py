@@ -8,9 +8,8 @@ import pytest
 import torch
 from conftest import running_server
 
-from areal_gym.config import PluginConfig, TrainerConfig
+from areal_gym.config import TrainerConfig
 from areal_gym.engines.sglang.fake_tensors import read_weights
-from areal_gym.engines.sglang.server_client import RefusedError, ServerClient
 from areal_gym.engines.weight_relay import WeightRelay
 from areal_gym.errors import EngineError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, weight_files
@@ -18,10 +17,9 @@ from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
-from areal_gym.trainer.weight_sync import make_weight_sync
 from areal_gym.trainer.weight_sync.disk import WriteFiles
 from areal_gym.trainer.weight_sync.rank_tasks import TrainerWeights
-from tests._support.sglang_suite import ask, engine_over
+from tests._support.sglang_suite import ask, checksums, engine_over, sync_of
 from tests._support.tiny_training import batch
 
 CHANNELS = [
@@ -29,23 +27,6 @@ CHANNELS = [
     ("tensor", {"bucket_mb": 0.05}),
     ("distributed", {"bucket_mb": 0.05}),
 ]
-
-
-def sync_of(engine, id, directory, **kwargs):
-    return make_weight_sync(engine, PluginConfig(id=id, kwargs=kwargs), directory=directory)
-
-
-async def checksums(url):
-    server = ServerClient(url)
-    try:
-        answer = await server.post("/weights_checker", {"action": "checksum"}, timeout_s=60)
-        return answer["ranks"][0]["checksums"]
-    except RefusedError as error:
-        if "CUDA" in str(error):  # 0.5.19 computes them on GPUs only
-            return None
-        raise
-    finally:
-        await server.aclose()
 
 
 @pytest.fixture(scope="module")

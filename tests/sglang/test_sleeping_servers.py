@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 from conftest import require_retract, running_server
-from test_publication import check_each_version, decoders, sync_of  # noqa: F401
 from test_runs import config_of
 
 from areal_gym.engines.sglang.server_client import ServerClient
@@ -13,9 +12,11 @@ from areal_gym.runs.train import train
 from tests._support.sglang_suite import (
     TOLERANCE,
     ask,
+    check_each_version,
     engine_over,
     is_ascending,
     logprob_gap,
+    sync_of,
     turns_in_flight,
     turns_kept_in_flight,
 )
@@ -38,7 +39,7 @@ def retracts(kind):
 def test_turns_in_flight_sleep_and_go_on_with_new_weights(
     server,
     policies,
-    decoders,  # noqa: F811
+    decoders,
     tmp_path,
     id,
     interrupt,
@@ -71,7 +72,7 @@ def test_turns_in_flight_sleep_and_go_on_with_new_weights(
 def test_next_run_wakes_servers_that_a_killed_one_left_asleep(
     kind,
     policies,
-    decoders,  # noqa: F811
+    decoders,
     tmp_path,
 ):
     async def play(url):
