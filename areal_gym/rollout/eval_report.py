@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,9 +13,8 @@ from areal_gym.utils.statistics import (
     Interval,
     mean,
     merge_means,
-    pass_at_k,
+    pass_at_k_interval,
     pass_hat_k,
-    wilson_interval,
 )
 
 
@@ -180,25 +178,6 @@ def _interval_row(name: str, interval: Interval) -> dict[str, Any]:
 
 def _interval_line(name: str, interval: Interval) -> str:
     return f"{name:<20}{interval.mean:>8.3f}   {interval.low:.3f} to {interval.high:.3f}"
-
-
-def pass_at_k_interval(counts: Sequence[tuple[int, int]], k: int, *, num_samples: int) -> Interval:
-    """Return pass@k with a 95% interval over tasks; tasks with fewer than k episodes are left out.
-
-    Samples of one task are not independent, so the score interval uses the number of independent
-    trials that would have the variance seen between tasks. `counts` has (scored episodes,
-    successes) of each task, of which `num_samples` episodes were asked for.
-    """
-    estimates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
-    if not estimates:
-        return Interval(math.nan, 0.0, 1.0)
-    p = mean(estimates)
-    variance = mean((estimate - p) ** 2 for estimate in estimates)
-    num_trials = float(len(estimates))
-    if 0 < p < 1:  # at the ends the variance says nothing: one trial per task
-        num_independent = num_trials * p * (1 - p) / variance if variance > 0 else math.inf
-        num_trials = min(num_trials * num_samples, num_independent)
-    return wilson_interval(p * num_trials, num_trials)
 
 
 def make_report(

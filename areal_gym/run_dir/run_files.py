@@ -4,6 +4,7 @@
     plugins.json          what was used: plugin, distribution and version, Python, platform
     metrics.jsonl         one line per step
     evaluations.jsonl     one line per evaluation on held-out tasks
+    evaluations/          a folder for each `areal-gym eval --run` of this run
     journal.jsonl         the state of each group; finished groups survive a crash in it
     trajectories/         step-000012.jsonl, one trajectory per line; eval-*.jsonl
     trained/              step-000012.jsonl: advantages and log-probabilities, line by line
@@ -44,6 +45,7 @@ class RunFiles:
         self.plugins_file = path / "plugins.json"
         self.metrics_file = path / "metrics.jsonl"
         self.evaluations_file = path / "evaluations.jsonl"
+        self.evaluations_dir = path / "evaluations"
         self.journal_file = path / "journal.jsonl"
         self.trajectories_dir = path / "trajectories"
         self.trained_dir = path / "trained"

@@ -242,11 +242,12 @@ def _summary(row: Mapping[str, Any], step: int | None) -> dict[str, Any]:
         "engine_s": round(sum(turn["engine_s"] for turn in turns), 4),
         "env_s": round(sum(turn["env_s"] for turn in turns), 4),
         "error": row["error"],
-        "preview": _preview(row["messages"]),
+        "preview": preview_of(row["messages"]),
     }
 
 
-def _preview(messages: Sequence[Mapping[str, Any]]) -> str:
+def preview_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return how the last message of the assistant ends, on one line."""
     for message in reversed(messages):
         if message["role"] == "assistant":
             text = message.get("content") or ""

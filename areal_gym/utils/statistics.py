@@ -101,6 +101,25 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
+def pass_at_k_interval(counts: Sequence[tuple[int, int]], k: int, *, num_samples: int) -> Interval:
+    """Return pass@k with a 95% interval over tasks; tasks with fewer than k episodes are left out.
+
+    Samples of one task are not independent, so the score interval uses the number of independent
+    trials that would have the variance seen between tasks. `counts` has (scored episodes,
+    successes) of each task, of which `num_samples` episodes were asked for.
+    """
+    estimates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
+    if not estimates:
+        return Interval(math.nan, 0.0, 1.0)
+    p = mean(estimates)
+    variance = mean((estimate - p) ** 2 for estimate in estimates)
+    num_trials = float(len(estimates))
+    if 0 < p < 1:  # at the ends the variance says nothing: one trial per task
+        num_independent = num_trials * p * (1 - p) / variance if variance > 0 else math.inf
+        num_trials = min(num_trials * num_samples, num_independent)
+    return wilson_interval(p * num_trials, num_trials)
+
+
 def pass_hat_k(num_samples: int, num_correct: int, k: int) -> float:
     """Estimate without bias pass^k, P(all of k samples are right) (Yao et al. 2024, section 3).
 

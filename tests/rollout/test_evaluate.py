@@ -10,8 +10,7 @@ import areal_gym
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import EngineError, FailureBudgetError, NothingToDoError, UsageError
-from areal_gym.rollout.eval_report import pass_at_k_interval
-from areal_gym.utils.statistics import wilson_interval
+from areal_gym.utils.statistics import pass_at_k_interval, wilson_interval
 from tests._support.evaluation import evaluate
 from tests._support.sums_env import CALL, Sums
 

@@ -1,0 +1,234 @@
+"""Writes the directory of an evaluation, sample by sample, and goes on with one after a crash.
+
+`evaluations` says which files there are. A trajectory is written before the line of its sample, in
+one call without a pause between them: after a crash, every line of `samples.jsonl` either has its
+trajectory or is cut off, and every trajectory after the last sample's is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from areal_gym.errors import RunExistsError, UsageError
+from areal_gym.run_dir.evaluations import EVALUATION_FILE, Evaluation
+from areal_gym.run_dir.run_dir import RunMode
+from areal_gym.run_dir.run_status import DirectoryLock, StatusFile
+from areal_gym.run_dir.trajectory_files import preview_of
+from areal_gym.types import Trajectory
+from areal_gym.utils.files import (
+    append_bytes,
+    cut_torn_end,
+    path_hints,
+    read_json,
+    readable_disk_errors,
+    remove,
+    to_json,
+    write_atomic,
+)
+from areal_gym.version import __version__
+
+_STATUS_EVERY_S = 1.0
+
+
+class EvaluationWriter:
+    """Claims a directory and writes one evaluation to it; a context manager.
+
+    Args:
+        path: the directory.
+        facts: what `EvaluationInfo` has, but the outcome: `env`, `policy`, `sampling`, ...
+        settings: the resolved settings, as YAML; `--resume` reads them.
+        mode: "new" needs an empty or missing directory, "clean" replaces an evaluation in it,
+            "resume" keeps the samples that are done and drops those that had failed.
+
+    Raises:
+        RunExistsError: the directory is taken.
+        UsageError: there is nothing to go on with, or it was measured in another way.
+        InfrastructureError: another process is writing there.
+    """
+
+    def __init__(
+        self, path: Path, facts: Mapping[str, Any], *, settings: str, mode: RunMode = "new"
+    ) -> None:
+        self.path = path
+        self.kept: dict[tuple[int, int], Trajectory] = {}
+        """The samples that an interrupted evaluation had done, by index and attempt."""
+        self.repairs: list[str] = []
+        is_greedy = facts["sampling"]["temperature"] == 0
+        stem = "eval-greedy" if is_greedy else "eval"
+        self._file = path / EVALUATION_FILE
+        self._samples = path / "samples.jsonl"
+        self._trajectories = path / "trajectories" / f"{stem}.jsonl"
+        self._status = StatusFile(path / "status.json")
+        self._facts = {**facts, "started_at": None, "duration_s": 0.0, "scores": None}
+        self._num_done, self._status_s = 0, 0.0
+        if mode == "resume" and not self._file.is_file():
+            raise UsageError(
+                f"{path} holds no evaluation to go on with",
+                hints=[*path_hints(path), "start one: leave --resume out"],
+            )
+        with readable_disk_errors(path):
+            self._trajectories.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = DirectoryLock(path)
+        try:
+            if mode == "resume":
+                self._go_on()
+            else:
+                self._begin(settings, is_clean=mode == "clean")
+        except BaseException:
+            self._lock.release()
+            raise
+        self._start_s = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._facts["scores"] is None:
+            self._status.took_step(self._num_done)
+            self._save()
+            self._status.end(error or KeyboardInterrupt())
+        self._lock.release()
+
+    def begin(self, num_total: int) -> None:
+        """Write `status.json`: so many samples are going to be measured."""
+        self._num_done = len(self.kept)
+        self._status.start(step=self._num_done, steps=num_total)
+
+    def add(self, index: int, attempt: int, trajectory: Trajectory) -> None:
+        """Append a sample that is done: its trajectory, then its line.
+
+        Raises:
+            TrainError: the disk is full.
+        """
+        line = (to_json(trajectory.to_dict(packs_numbers=True)) + "\n").encode(
+            "utf-8", "surrogatepass"
+        )
+        offset = self._trajectories.stat().st_size if self._trajectories.exists() else 0
+        append_bytes(self._trajectories, line)
+        row = sample_row(
+            index, attempt, trajectory, success_reward=float(self._facts["success_reward"])
+        )
+        row |= {"offset": offset, "bytes": len(line)}
+        append_bytes(self._samples, (to_json(row) + "\n").encode("utf-8", "surrogatepass"))
+        self._num_done += 1
+        if time.monotonic() - self._status_s > _STATUS_EVERY_S:
+            self._status_s = time.monotonic()
+            self._status.took_step(self._num_done)
+
+    def finish(self, scores: Mapping[str, Any]) -> None:
+        """Save the scores; after this the evaluation counts as finished."""
+        self._facts["scores"] = dict(scores)
+        self._status.took_step(self._num_done)
+        self._save()
+        self._status.end(None)
+
+    def _begin(self, settings: str, *, is_clean: bool) -> None:
+        own = [self._file, self._samples, self._trajectories, self._status.file]
+        own += [self.path / "settings.yaml"]
+        if self._file.exists() and not is_clean:
+            raise RunExistsError(
+                f"{self.path} already holds an evaluation",
+                hints=[
+                    "continue it:  --resume",
+                    "replace it:   --clean",
+                    "keep it:      choose another directory with --out",
+                ],
+            )
+        for file in own:
+            remove(file)
+        self._facts["started_at"] = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+        self._facts["software"] = {"areal_gym": __version__, "python": platform.python_version()}
+        write_atomic(self.path / "settings.yaml", settings)
+        self._save()
+
+    def _go_on(self) -> None:
+        """Keep what is whole, and cut off what a crash has torn."""
+        before = read_json(self._file)
+        for name in ("started_at", "duration_s", "software"):
+            self._facts[name] = before.get(name)
+        ours, theirs = (
+            json.loads(to_json({k: v for k, v in facts.items() if k in _IDENTITY}))
+            for facts in (self._facts, before)
+        )
+        if differing := [name for name in ours if ours[name] != theirs.get(name)]:
+            shown = "; ".join(f"{k}: {theirs.get(k)!r}, not {ours[k]!r}" for k in differing)
+            raise UsageError(
+                f"{self.path} was measured in another way: {shown}",
+                hints=[
+                    "go on as it began: areal-gym eval --resume --out DIRECTORY, nothing else",
+                    "measure anew: choose another directory with --out",
+                ],
+            )
+        self.repairs += filter(None, (cut_torn_end(self._samples),))
+        rows, num_dropped = [], 0
+        end = 0
+        for sample, trajectory in self._whole_samples():
+            end = max(end, sample["offset"] + sample["bytes"])
+            if trajectory is None or sample["success"] is None:
+                num_dropped += 1
+                continue
+            rows.append(sample)
+            self.kept[sample["index"], sample["attempt"]] = trajectory
+        if num_dropped:
+            write_atomic(self._samples, (to_json(row) + "\n" for row in rows))
+            self.repairs.append(f"{num_dropped} samples that had failed are measured again")
+        size = self._trajectories.stat().st_size if self._trajectories.exists() else 0
+        if size > end:
+            os.truncate(self._trajectories, end)
+            self.repairs.append(f"{size - end:,} bytes of an unfinished trajectory are cut off")
+
+    def _whole_samples(self) -> Iterator[tuple[dict[str, Any], Trajectory | None]]:
+        evaluation = Evaluation.open(self.path)
+        size = self._trajectories.stat().st_size if self._trajectories.exists() else 0
+        for sample in evaluation.samples():
+            if sample["offset"] + sample["bytes"] > size:
+                yield {**sample, "offset": 0, "bytes": 0}, None  # the machine lost its last bytes
+            else:
+                yield sample, evaluation.read_trajectory(sample)
+
+    def _save(self) -> None:
+        facts = dict(self._facts)
+        if self._facts["started_at"] is not None and hasattr(self, "_start_s"):
+            spent = float(facts["duration_s"] or 0) + time.perf_counter() - self._start_s
+            facts["duration_s"] = round(spent, 3)
+        write_atomic(self._file, to_json(facts, indent=2))
+
+
+_IDENTITY = (
+    *("env", "env_kwargs", "benchmark", "split", "policy", "agent", "sampling", "seed"),
+    *("num_tasks", "num_samples", "success_reward"),
+)
+
+
+def sample_row(
+    index: int, attempt: int, trajectory: Trajectory, *, success_reward: float
+) -> dict[str, Any]:
+    """Return the line of a sample, but `offset` and `bytes`."""
+    is_success = trajectory.reward >= success_reward - 1e-9
+    seconds = sum(turn.engine_s + turn.env_s for turn in trajectory.turns)
+    return {
+        "index": index,
+        "attempt": attempt,
+        "task": trajectory.task.id,
+        "env": trajectory.env_id,
+        "reward": trajectory.reward,
+        "success": None if trajectory.stop_reason.is_failure else is_success,
+        "parts": dict(trajectory.reward_parts),
+        "metrics": dict(trajectory.metrics),
+        "stop": str(trajectory.stop_reason),
+        "turns": len(trajectory.turns),
+        "tokens": trajectory.num_policy_tokens,
+        "seconds": round(seconds, 4),
+        "error": trajectory.error,
+        "preview": preview_of(trajectory.messages),
+        "trajectory": trajectory.id,
+    }
