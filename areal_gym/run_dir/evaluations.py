@@ -159,7 +159,7 @@ class Evaluation:
         """
         files = RunFiles(run)
         settings = files.read_config()
-        found = []
+        evaluations = []
         for row in files.read_evaluations():
             if not isinstance(scores := row.get("sampled"), Mapping):
                 continue  # of imitation: losses, no samples
@@ -174,8 +174,8 @@ class Evaluation:
                 duration_s=scores.get("wall_s"),
                 scores={**scores, "greedy": row.get("greedy")},
             )
-            found.append(cls(info, files.trajectories_file(f"eval-{step:06d}"), None))
-        return found
+            evaluations.append(cls(info, files.trajectories_file(f"eval-{step:06d}"), None))
+        return evaluations
 
     def samples(self, start: int = 0, limit: int | None = None) -> list[dict[str, Any]]:
         """Return samples from `start` on, in the order of tasks and attempts.
