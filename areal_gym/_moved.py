@@ -15,6 +15,7 @@ from typing import Any
 MOVED = {
     "algorithms": "config.algorithm_settings",
     "dialects": "chat.tool_call_formats",
+    "envs.tasks": "tasks",
     "learning": "runs.interactive",
     "metrics": "utils.statistics",
     "modeling": "models.tiny",

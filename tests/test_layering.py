@@ -19,7 +19,7 @@ FLOORS = (
     ("settings; messages and tokens; templates of plugin packages", ("config", "chat", "scaffold")),
     (
         "parts that need nothing but the floors below",
-        ("models", "sandbox", "loggers", "report", "run_dir"),
+        ("models", "sandbox", "loggers", "report", "run_dir", "tasks"),
     ),
     ("environments and engines, which do not know each other", ("envs", "engines")),
     (
@@ -60,14 +60,15 @@ MAY_IMPORT = {
     "loggers": COMMON,
     "report": COMMON | {"run_dir"},
     "run_dir": COMMON,
-    "envs": COMMON | {"sandbox.base", "sandbox="},
+    "tasks": COMMON,
+    "envs": COMMON | {"sandbox.base", "sandbox=", "tasks"},
     "engines": COMMON | {"models"},
     "agents": COMMON | {"envs.base", "envs.tools", "engines.base", "sandbox.base"},
     "recording": COMMON | {"engines.base", "envs.base"},
     "gateway": COMMON | {"engines.base", "recording"},
     "viewer": COMMON | {"run_dir", "report"},
     "rollout": COMMON
-    | {"envs.base", "envs.tools", "engines.base", "agents.base", "recording"}
+    | {"tasks", "envs.base", "envs.tools", "engines.base", "agents.base", "recording"}
     | {"gateway.shared_gateway", "gateway.session", "runs.episodes"},
     "trainer": COMMON | {"models", "engines.base"},
     "warm_start": COMMON | {"envs", "engines", "models", "trainer"},
@@ -76,10 +77,10 @@ MAY_IMPORT = {
     "plan": COMMON | {"models", "trainer"},
     "runs": COMMON
     | {"agents", "distributed", "engines", "envs", "gateway", "loggers", "models", "recording"}
-    | {"report", "rollout", "run_dir", "sandbox", "trainer", "warm_start"},
+    | {"report", "rollout", "run_dir", "sandbox", "tasks", "trainer", "warm_start"},
     "cli": COMMON
     | {"plan", "runs", "run_dir", "report", "scaffold", "viewer", "envs.server", "envs.base"}
-    | {"envs.checker", "envs.tau2", "envs.contamination", "_gymnasium"},
+    | {"envs.checker", "envs.tau2", "envs.contamination", "tasks", "_gymnasium"},
     "testing": COMMON | {"trainer"},
     "_gymnasium": {"plugins"},
     "__main__": {"cli"},

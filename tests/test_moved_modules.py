@@ -9,6 +9,7 @@ import pytest
 from areal_gym import _moved
 
 DOCUMENTED = {
+    "areal_gym.envs.tasks": "GeneratedTasks",
     "areal_gym.learning": "train",
     "areal_gym.modeling.config": "DecoderConfig",
     "areal_gym.modeling.decoder": "build_decoder",

@@ -34,7 +34,6 @@ PUBLIC_MODULES: list[str] = [
     "engines.base",
     "envs.base",
     "envs.countdown",
-    "envs.tasks",
     "envs.tools",
     "loggers.base",
     "sandbox.process",

@@ -38,9 +38,9 @@ from areal_gym.envs.responses import (
     tool_message,
 )
 from areal_gym.envs.spaces import TextSpace
-from areal_gym.envs.tasks import given_task
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, ToolError, UsageError
+from areal_gym.tasks import given_task
 from areal_gym.types import Message, Task, ToolCall
 from areal_gym.utils.markup import block, dialogue, pairs, short
 

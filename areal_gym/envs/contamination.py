@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_gym.envs.base import TextEnv
-from areal_gym.envs.tasks import key_of_text
+from areal_gym.tasks import key_of_text
 
 _SHINGLE = 8
 """Number of consecutive words that two different questions rarely share."""

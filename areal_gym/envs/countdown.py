@@ -11,11 +11,11 @@ from pathlib import Path
 
 from areal_gym.envs.arithmetic import evaluate
 from areal_gym.envs.base import Response
-from areal_gym.envs.data_files import SourceRow
 from areal_gym.envs.grading import extract_answer
 from areal_gym.envs.questions import QuestionEnv, file_tasks
-from areal_gym.envs.tasks import Draft, GeneratedTasks, TaskSource
 from areal_gym.errors import DataError, UsageError
+from areal_gym.tasks import Draft, GeneratedTasks, TaskSource
+from areal_gym.tasks.rows import SourceRow
 from areal_gym.types import Message, Task
 
 __all__ = ["CountdownEnv", "countdown_tasks", "uses_exactly"]

@@ -12,8 +12,8 @@ from typing import Any
 from areal_gym.envs.arithmetic import Level, sample_expression, sample_question
 from areal_gym.envs.base import Response
 from areal_gym.envs.questions import AnswerEnv, QuestionFiles, arithmetic_tasks
-from areal_gym.envs.tasks import GeneratedTasks
 from areal_gym.errors import UsageError
+from areal_gym.tasks import GeneratedTasks
 from areal_gym.types import Message
 
 _NAMES = ("Ada", "Ben", "Chen", "Dora", "Emil", "Fatima", "Goran", "Hana", "Ivo", "Jun")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.tasks import asked_for
 from areal_gym.errors import UsageError, choices
 from areal_gym.plugins import registry
+from areal_gym.tasks import asked_for
 from areal_gym.types import Message, Task
 
 _KEYS = ("id", "weight", "kwargs", "name")

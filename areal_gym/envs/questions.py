@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, ParamSpec
@@ -18,9 +18,9 @@ import numpy as np
 
 from areal_gym.envs.arithmetic import LEVELS, Level, canonical, evaluate, level_named
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.data_files import SourceRow, read_file, read_hub, row_filter, text_field
 from areal_gym.envs.grading import decide, extract_answer, is_same_number
-from areal_gym.envs.tasks import (
+from areal_gym.errors import DataError, UsageError
+from areal_gym.tasks import (
     Draft,
     GeneratedTasks,
     RowTasks,
@@ -28,7 +28,9 @@ from areal_gym.envs.tasks import (
     choose_task,
     key_of_text,
 )
-from areal_gym.errors import DataError, UsageError
+from areal_gym.tasks.opening import hub_splits, read_rows
+from areal_gym.tasks.row_checks import row_filter, text_field
+from areal_gym.tasks.rows import SourceRow
 from areal_gym.types import Message, Task
 
 P = ParamSpec("P")
@@ -223,21 +225,20 @@ def file_tasks(
     skip_broken: bool = False,
     where: Mapping[str, Any] | None = None,
 ) -> RowTasks:
-    """Return the tasks of a file, or of two: see `RowTasks`, `read_file` and `row_filter`.
+    """Return the tasks of a file, or of two: see `RowTasks`, `open_rows` and `row_filter`.
 
     A missing file or a broken row is a DataError; no rows at all are a NothingToDoError.
     """
-    train = read_file(Path(path))
-    test = None if test_path is None else read_file(Path(test_path))
-    is_meant = row_filter(where)
-    try:
-        return RowTasks(
-            str(path), train, make_draft, test=test, skip_broken=skip_broken, is_meant=is_meant
-        )
-    finally:
-        for rows in (train, test):  # a broken row leaves its file open
-            if isinstance(rows, Generator):
-                rows.close()
+    train = read_rows(Path(path))
+    test = None if test_path is None else read_rows(Path(test_path))
+    return RowTasks(
+        str(path),
+        train,
+        make_draft,
+        test=test,
+        skip_broken=skip_broken,
+        is_meant=row_filter(where),
+    )
 
 
 @_read_once
@@ -254,7 +255,7 @@ def hub_tasks(
     Its split "test" (or "validation") is held out, or a tenth of "train" where there is neither.
     What cannot be loaded, or has a broken row, is a DataError.
     """
-    splits = read_hub(name, subset)
+    splits = hub_splits(name, subset)
     train, test = splits.get("train"), splits.get("test", splits.get("validation"))
     if train is None and test is None:
         raise DataError(f"{name} has no split train or test, but {', '.join(splits)}")

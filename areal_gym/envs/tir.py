@@ -14,11 +14,11 @@ from areal_gym.envs.arithmetic import Level, sample_expression, sample_question
 from areal_gym.envs.base import Response, ToolResults
 from areal_gym.envs.calculator import calculate
 from areal_gym.envs.questions import AnswerEnv, QuestionFiles, arithmetic_tasks
-from areal_gym.envs.tasks import GeneratedTasks
 from areal_gym.envs.tools import chosen_tools, cut_text, one_argument_tool
 from areal_gym.errors import SandboxError, ToolError
 from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus, Session
+from areal_gym.tasks import GeneratedTasks
 from areal_gym.types import Message
 
 _MAX_CODE = 32_768

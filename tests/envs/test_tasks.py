@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from areal_gym.envs.arithmetic import canonical
 from areal_gym.envs.countdown import countdown_tasks
 from areal_gym.envs.math import MathEnv, math_tasks
-from areal_gym.envs.tasks import Draft, GeneratedTasks, choose_task, split_of
 from areal_gym.envs.tir import tir_tasks
 from areal_gym.errors import DataError, NothingToDoError, UsageError
+from areal_gym.tasks import Draft, GeneratedTasks, choose_task, split_of
 
 
 def key_of(task):

@@ -8,8 +8,8 @@ import pytest
 
 import areal_gym
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.tasks import split_of
 from areal_gym.errors import UsageError
+from areal_gym.tasks import split_of
 from areal_gym.types import Task
 from areal_gym.warm_start.demonstrations import (
     TIR,

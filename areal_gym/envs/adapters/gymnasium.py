@@ -12,8 +12,8 @@ import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.spaces import TextSpace
-from areal_gym.envs.tasks import SeedTasks, choose_task
 from areal_gym.errors import UnknownIdError, UsageError, did_you_mean
+from areal_gym.tasks import SeedTasks, choose_task
 from areal_gym.types import Message, Task
 
 _ACTIONS: Mapping[str, tuple[str, ...]] = {

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.tasks import SeedTasks, choose_task, given_task
 from areal_gym.errors import EnvError, UsageError
+from areal_gym.tasks import SeedTasks, choose_task, given_task
 from areal_gym.types import Message, Task
 
 _UNSEEN = ("done", "reward", "metadata")

@@ -13,8 +13,8 @@ from areal_gym.envs.adapters import reasoning_scores
 from areal_gym.envs.adapters.reasoning_scores import NUM_INDEXES, open_dataset
 from areal_gym.envs.base import Response
 from areal_gym.envs.questions import QuestionEnv
-from areal_gym.envs.tasks import Draft, GeneratedTasks
 from areal_gym.errors import EnvError
+from areal_gym.tasks import Draft, GeneratedTasks
 from areal_gym.types import Message
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

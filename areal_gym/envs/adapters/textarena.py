@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.tasks import SeedTasks, choose_task
 from areal_gym.errors import ConfigError, UnknownIdError, UsageError, did_you_mean
+from areal_gym.tasks import SeedTasks, choose_task
 from areal_gym.types import Message, Task
 
 # Games draw from the process's global generators, which are everybody's.

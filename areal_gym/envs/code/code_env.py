@@ -21,10 +21,10 @@ from areal_gym.envs.code.statements import order_of
 from areal_gym.envs.code.verification import PASSED, UNVERIFIABLE, verify
 from areal_gym.envs.judging import JudgingBoundary
 from areal_gym.envs.questions import QuestionEnv, file_tasks
-from areal_gym.envs.tasks import TaskSource
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus
+from areal_gym.tasks import TaskSource
 from areal_gym.types import Message, thaw
 
 _MAX_CODE = 32_768

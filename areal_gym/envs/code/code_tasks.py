@@ -10,9 +10,10 @@ from functools import cache
 from typing import Any
 
 from areal_gym.envs.code.statements import parsed
-from areal_gym.envs.data_files import SourceRow, text_field, texts_field
-from areal_gym.envs.tasks import Draft, GeneratedTasks, key_of_text
 from areal_gym.errors import DataError, UsageError
+from areal_gym.tasks import Draft, GeneratedTasks, key_of_text
+from areal_gym.tasks.row_checks import text_field, texts_field
+from areal_gym.tasks.rows import SourceRow
 
 CODE_LEVELS = (1, 2, 3)
 _NUM_TESTS = 8

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_gym.envs.data_files import SourceRow, read_file, text_field
 from areal_gym.errors import DataError
+from areal_gym.tasks.opening import read_rows
+from areal_gym.tasks.row_checks import text_field
+from areal_gym.tasks.rows import SourceRow
 from areal_gym.utils.files import path_hints
 
 _MAX_QUERY, _MAX_TERMS = 2_000, 64
@@ -40,13 +42,13 @@ class Hit(NamedTuple):
 
 
 def read_corpus(path: Path) -> Iterator[Passage]:
-    """Yield the passages of a file (see `read_file`): rows with `id`, `text` and maybe `title`.
+    """Yield the passages of a file (see `read_rows`): rows with `id`, `text` and maybe `title`.
 
     Rows with `contents` instead have their title on its first line, as Search-R1 writes them.
     A missing file, a broken row or an id a second time is a DataError.
     """
     ids: set[str] = set()
-    for row in read_file(path):
+    for row in read_rows(path):
         passage = _passage_of(row)
         if passage.id in ids:
             raise DataError(f"{row.where}: a second passage with the id {passage.id!r}")

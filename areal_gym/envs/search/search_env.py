@@ -13,16 +13,17 @@ from typing import Any, Literal
 
 from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, require_dialect, write_call
 from areal_gym.envs.base import Response
-from areal_gym.envs.data_files import SourceRow, text_field, texts_field
 from areal_gym.envs.grading import extract_answer
 from areal_gym.envs.questions import QuestionEnv, file_tasks
 from areal_gym.envs.search.corpus import Hit
 from areal_gym.envs.search.generated_world import world
 from areal_gym.envs.search.retrievers import Retriever
-from areal_gym.envs.tasks import Draft, RowTasks, key_of_text
 from areal_gym.envs.tools import chosen_tools, cut_text, one_argument_tool
 from areal_gym.errors import ConfigError, ToolError, UsageError
 from areal_gym.plugins import registry
+from areal_gym.tasks import Draft, RowTasks, key_of_text
+from areal_gym.tasks.row_checks import text_field, texts_field
+from areal_gym.tasks.rows import SourceRow
 from areal_gym.types import Message
 
 _MAX_QUERY = 1_000

@@ -21,9 +21,9 @@ from areal_gym.envs.server.wire_format import (
     owner_keys,
     plain,
 )
-from areal_gym.envs.tasks import asked_for
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EnvUnreachableError, UsageError
+from areal_gym.tasks import asked_for
 from areal_gym.types import Message, Task
 from areal_gym.utils.per_loop import PerLoop
 

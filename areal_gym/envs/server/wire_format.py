@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.envs.server.env_sessions import FullError, GoneError
-from areal_gym.envs.tasks import SPLITS
 from areal_gym.errors import (
     EnvError,
     EnvUnreachableError,
@@ -31,6 +30,7 @@ from areal_gym.errors import (
     SandboxError,
     UsageError,
 )
+from areal_gym.tasks.base import SPLITS
 from areal_gym.types import Message, Task, content_hash, thaw
 
 M = TypeVar("M", bound=BaseModel)

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from areal_gym.envs.tasks import Draft, GeneratedTasks
 from areal_gym.envs.tau2.benchmark_data import Action, Case, Domain
 from areal_gym.envs.tau2.database import Tables
 from areal_gym.envs.tau2.domain_state import CallResult, DatabaseWorld, load_tools
 from areal_gym.envs.tau2.users.base import STOP, RuleUser, Scene, UserTurn
+from areal_gym.tasks import Draft, GeneratedTasks
 
 _POLICY = (
     "You serve a library of tools. Ask for the card number, look it up, do what is asked and say "

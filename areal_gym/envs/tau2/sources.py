@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from areal_gym.envs.tasks import asked_for, choose_task
 from areal_gym.envs.tau2.benchmark_data import DOMAINS, Case, Domain, find_data, load_domain
 from areal_gym.envs.tau2.domain_state import ToolInfo, Tools, load_tools
 from areal_gym.envs.tau2.mock import library_domain, library_tasks
 from areal_gym.envs.tau2.simulation import is_solved_by_inaction
 from areal_gym.errors import DataError, UsageError, choices
+from areal_gym.tasks import asked_for, choose_task
 from areal_gym.types import Task
 
 

@@ -15,7 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from areal_gym.envs.data_files import read_file
 from areal_gym.envs.tau2.actions import parse_action, to_functional
 from areal_gym.envs.tau2.benchmark_data import DOMAINS, Case, Domain, load_domain
 from areal_gym.envs.tau2.domain_state import World, load_tools
@@ -24,6 +23,7 @@ from areal_gym.envs.tau2.sources import without_descriptions
 from areal_gym.envs.tau2.telecom import TelecomWorld
 from areal_gym.envs.tau2.users.base import STOP, ScriptedUser, UserTurn
 from areal_gym.errors import DataError, NothingToDoError
+from areal_gym.tasks.opening import read_rows
 
 Row = Mapping[str, Any]
 _MAX_EXAMPLES = 20
@@ -107,7 +107,7 @@ def _json(file: Path) -> Any:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Row]]:
-    for row in read_file(file) if file.exists() else ():
+    for row in read_rows(file) if file.exists() else ():
         yield row.where, _Row(row.where, row.data)
 
 

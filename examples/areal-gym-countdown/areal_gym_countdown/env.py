@@ -11,7 +11,7 @@ import numpy as np
 
 from areal_gym import Message, Response, Task, TextEnv
 from areal_gym.envs.arithmetic import evaluate
-from areal_gym.envs.tasks import Draft, GeneratedTasks, choose_task
+from areal_gym.tasks import Draft, GeneratedTasks, choose_task
 
 __all__ = ["NumbersEnv"]
 

@@ -1,0 +1,110 @@
+"""Tasks made from rows of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from areal_gym.errors import DataError, NothingToDoError, UsageError
+from areal_gym.tasks.base import SPLITS, Draft, asked_for, split_of
+from areal_gym.tasks.rows import SourceRow
+from areal_gym.types import Task, content_hash
+
+
+class RowTasks:
+    """Tasks made from the rows of files or data sets, in their order.
+
+    Without `test`, rows may say to which split they belong; of others, a tenth is held out by a
+    hash of their keys. With it, the test split is that, and tasks whose keys occur in it are left
+    out of the training split. Rows that are not meant are counted in `num_filtered`, and with
+    `skip_broken` those of which no task can be made in `num_skipped`; else a broken row is a
+    DataError that names file and line. No rows at all are a NothingToDoError.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        train: Iterable[SourceRow],
+        make_draft: Callable[[SourceRow], Draft],
+        *,
+        test: Iterable[SourceRow] | None = None,
+        skip_broken: bool = False,
+        is_meant: Callable[[SourceRow], bool] | None = None,
+    ) -> None:
+        self.name = name
+        self.num_skipped = 0
+        self.num_filtered = 0
+        self.num_contaminated = 0
+        """Training rows that were left out because the test split has the same question."""
+        self._is_meant = is_meant
+        self._make_draft = make_draft
+        self._skip_broken = skip_broken
+        rows = self._read(train, None if test is None else "train")
+        if test is not None:
+            held_out = self._read(test, "test")
+            keys = {key for key, _ in held_out}
+            kept = [row for row in rows if row[0] not in keys]
+            self.num_contaminated = len(rows) - len(kept)
+            rows = kept + held_out
+        if not rows:
+            filtered = f" left after {self.num_filtered} were filtered" if self.num_filtered else ""
+            raise NothingToDoError(f"{name} has no rows{filtered}")
+        self._tasks: dict[str, list[Task]] = {}
+        for split in SPLITS:
+            distinct = {key: task for key, task in reversed(rows) if task.split == split}
+            self._tasks[split] = list(distinct.values())[::-1]
+
+    def num_tasks(self, split: str) -> int | None:
+        """Return the number of distinct tasks; raise UsageError if there is no such split."""
+        return len(self._tasks[asked_for({"split": split})[0]])
+
+    def draw(self, rng: np.random.Generator, split: str) -> Task:
+        """Return a random task of the split."""
+        tasks = self._of(split)
+        return tasks[int(rng.integers(len(tasks)))]
+
+    def at(self, index: int, split: str) -> Task:
+        """Return the task of that index, in the file's order; raise UsageError beyond the last."""
+        tasks = self._of(split)
+        if index >= len(tasks):
+            raise UsageError(
+                f"index {index} of split {split!r}: {self.name} has {len(tasks)} such tasks"
+            )
+        return tasks[index]
+
+    def _read(self, rows: Iterable[SourceRow], split: str | None) -> list[tuple[str, Task]]:
+        """Return each row's key and task; without `split`, the row or its key decides it."""
+        keyed = []
+        for row in rows:
+            if self._is_meant is not None and not self._is_meant(row):
+                self.num_filtered += 1
+                continue
+            try:
+                draft = self._make_draft(row)
+            except DataError:
+                if not self._skip_broken:
+                    raise
+                self.num_skipped += 1
+                continue
+            if draft.split not in (None, *SPLITS):
+                raise DataError(f"{row.where}: split {draft.split!r} is not one of {SPLITS}")
+            # The hash makes the id follow the content: an edited row is another task.
+            id = f"{row.label}-{content_hash(draft.data)[:8]}"
+            of = split or draft.split or split_of(draft.key)
+            keyed.append((draft.key, Task(id=id, data=draft.data, split=of)))
+        return keyed
+
+    def _of(self, split: str) -> list[Task]:
+        tasks = self._tasks[split]
+        if not tasks:
+            raise NothingToDoError(
+                f"{self.name} has no task in split {split!r}",
+                hints=["give a larger file, or files for both: path=FILE test_path=FILE"],
+            )
+        return tasks
+
+
+def key_of_text(text: str) -> str:
+    """Return the key of a question in words: spaces and case are ignored."""
+    return " ".join(text.split()).casefold()
