@@ -5,7 +5,7 @@
 #     docker build -t areal-gym \
 #         --build-arg BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 .    with nvcc, for kernels that are
 #                                                                    compiled at run time
-#     docker run --gpus all --shm-size=16g -v "$PWD/runs:/work/runs" areal-gym train --env tir
+#     docker run --gpus all --shm-size=16g -v "$PWD/runs:/home/areal/runs" areal-gym train --env tir
 #
 # --shm-size: Ray's object store and the ranks' exchange on one machine lie in /dev/shm, of which Docker
 # gives 64 MB; in Kubernetes, mount an emptyDir with medium Memory there. Mounted directories must be
@@ -39,11 +39,11 @@ RUN python3 -m pip --python /opt/areal-gym/bin/python install --no-cache-dir \
     && rm -rf /src
 
 # Not root; written by hand, because not every base has useradd.
-RUN echo "areal:x:10001:10001::/work:/bin/sh" >>/etc/passwd \
+RUN echo "areal:x:10001:10001::/home/areal:/bin/sh" >>/etc/passwd \
     && echo "areal:x:10001:" >>/etc/group \
-    && mkdir -p /work/runs && chown -R 10001:10001 /work
-ENV HOME=/work
+    && mkdir -p /home/areal/runs && chown -R 10001:10001 /home/areal
+ENV HOME=/home/areal
 USER 10001:10001
-WORKDIR /work
+WORKDIR /home/areal
 ENTRYPOINT ["areal-gym"]
 CMD ["--help"]

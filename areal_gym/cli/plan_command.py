@@ -20,7 +20,7 @@ from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.cli.setting_flags import resolve, setting_flags
 from areal_gym.errors import UsageError
 from areal_gym.utils.files import write_atomic
-from areal_gym.utils.markup import counted
+from areal_gym.utils.markup import counted, gigabytes
 
 if TYPE_CHECKING:
     from areal_gym.plan.run_plan import RunPlan
@@ -127,12 +127,12 @@ def _print(plan: RunPlan) -> None:
     longest = max(plan.seconds.values())
     rows += [(name, f"{s:.1f}", _bar(s, longest)) for name, s in plan.seconds.items()]
     rows.append(("a rank sends", "GB", "a step"))
-    rows += [(name, _gb(size), "") for name, size in plan.traffic_bytes.items()]
+    rows += [(name, gigabytes(size), "") for name, size in plan.traffic_bytes.items()]
     print_columns(rows)
     print_data(
         f"{plan.step_flops / 1e15:.1f} PFLOP a step that the model needs, "
         f"{plan.computed_flops / 1e15:.1f} that ranks compute; a publication is "
-        f"{_gb(plan.publication_bytes)} GB"
+        f"{gigabytes(plan.publication_bytes)} GB"
     )
     for line in summary(plan):
         print_data(line)
@@ -148,12 +148,8 @@ def _bytes_of(
 
 
 def _part(size: float, whole: int | None) -> tuple[str, str]:
-    return _gb(size), _bar(size, whole) if whole else ""
+    return gigabytes(size), _bar(size, whole) if whole else ""
 
 
 def _bar(part: float, whole: float) -> str:
     return "█" * min(_BAR, round(_BAR * part / whole))
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f}"

@@ -18,6 +18,9 @@ from areal_gym.config.online_settings import ONLINE
 from areal_gym.config.settings_model import merged
 from areal_gym.errors import choices
 
+RENAMED = {"expert_ranks": "parallel.expert"}
+"""Settings below `trainer` by the names of older versions, and their names of today."""
+
 STARTER_DEFAULTS: Mapping[str, Any] = {
     "engine": {"max_context": 256},
     "trainer": {"optimizer": "muon", "lr": 3e-4, "muon_lr": 3e-3},
@@ -86,14 +89,17 @@ def fill_in_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_new_names(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings below `trainer`, one of older versions under its name of today."""
+    """Return the settings below `trainer`, those of older versions under their names of today."""
     rest = dict(trainer)
-    if "expert_ranks" not in rest:
-        return rest
-    size, parallel = rest.pop("expert_ranks"), rest.get("parallel", {})
-    if isinstance(parallel, BaseModel):
-        parallel = parallel.model_dump(exclude_unset=True)
-    return merged(rest, {"parallel": {"expert": size, **parallel}})
+    for old, new in RENAMED.items():
+        if old not in rest:
+            continue
+        value, (section, key) = rest.pop(old), new.split(".")
+        given = rest.get(section, {})
+        if isinstance(given, BaseModel):
+            given = given.model_dump(exclude_unset=True)
+        rest = merged(rest, {section: {key: value, **given}})
+    return rest
 
 
 def without_defaults(trainer: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,15 +13,15 @@ import yaml
 from pydantic import ValidationError
 
 from areal_gym.config.algorithm_settings import PRESETS
-from areal_gym.config.defaults import on_starter_defaults, without_defaults
+from areal_gym.config.defaults import RENAMED, on_starter_defaults, without_defaults
 from areal_gym.config.run_config import RunConfig
 from areal_gym.config.sections import RolloutConfig, TrainerConfig
 from areal_gym.config.settings_model import merged, section_of, setting_fields
 from areal_gym.errors import ConfigError, DataError, did_you_mean
 from areal_gym.utils.files import path_hints, read_yaml
 
-_RENAMED = {"trainer.expert_ranks": "trainer.parallel.expert"}
-"""Overrides by the names of older versions; files: `defaults.with_new_names`."""
+_RENAMED = {f"trainer.{old}": f"trainer.{new}" for old, new in RENAMED.items()}
+"""Names of older versions, which overrides may use; for files: `defaults.with_new_names`."""
 
 
 def load_config(

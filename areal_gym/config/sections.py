@@ -209,7 +209,7 @@ class TrainerConfig(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights and optimizer states are always float32."""
     device: str = "auto"
-    """As engine.device: "auto", "accelerator", "cpu", or the name of what torch sees."""
+    """The device to train on, as in engine.device: "auto", "accelerator", "cpu" or a torch name."""
     num_ranks: int = Field(1, ge=1)
     """Processes that train together, one per GPU; `parallel` says how they share the model."""
     parallel: ParallelConfig = ParallelConfig()

@@ -31,7 +31,7 @@ class AcceleratorFacts:
     build: str
     """What torch was built with for it, such as "CUDA 13.0" or "ROCm 6.4"."""
     devices: tuple[str, ...]
-    """The name and the memory of each."""
+    """The name and the memory of each device."""
     collectives: str | None
     """The backend of process groups; "gloo" goes through the host's memory."""
     has_bfloat16: bool

@@ -89,11 +89,11 @@ class ContextGroup:
     ) -> Tensor:
         """Return [n, H, E]: what `attend` gives for queries, keys and values of all tokens.
 
-        `attend` is called with all tokens and this rank's heads. A head of keys that heads of
-        queries on several ranks look at is sent to each of them.
+        `attend` is called with all tokens and this rank's heads. A key head that query heads on
+        several ranks attend to is sent to each of those ranks.
 
         Raises:
-            ConfigError: the number of heads is no multiple of that of the ranks.
+            ConfigError: the number of heads is not a multiple of the number of ranks.
         """
         if self.size == 1:
             return attend(q_nHD, k_nKD, v_nKE)
@@ -138,7 +138,7 @@ class ContextGroup:
 
 
 WHOLE = ContextGroup()
-"""Of a rank that has all tokens of its passes."""
+"""The group of one rank, which has all tokens of its passes."""
 
 
 class _AllToAll(torch.autograd.Function):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from areal_gym.errors import ConfigError
+from areal_gym.utils.markup import counted
 
 ACCELERATOR = "accelerator"
 """Stands for whatever accelerator there is; without one, an error."""
@@ -47,7 +48,7 @@ def pick_device(name: str, setting: str = "device") -> torch.device:
     """Return the named device; "auto" is the accelerator if there is one, otherwise the CPU.
 
     Raises:
-        ConfigError: there is no such device; `setting` is named.
+        ConfigError: there is no such device; the message names `setting`.
     """
     kind = accelerator()
     if name == "auto":
@@ -60,7 +61,7 @@ def pick_device(name: str, setting: str = "device") -> torch.device:
             return torch.device("cpu")
         if device.type == kind and (device.index or 0) < device_count():
             return device
-    shown = "cpu" if kind is None else f"cpu, {kind} (number: {device_count()})"
+    shown = "cpu" if kind is None else f"cpu, {kind} ({counted(device_count(), 'device')})"
     raise ConfigError(
         f"{setting} = {name!r}: there is no such device here",
         hints=[

@@ -15,7 +15,7 @@ class Gpu:
     """A GPU has these figures, in bytes and operations per second."""
 
     device_name: str
-    """What `torch.accelerator` and CUDA call it. A part of a GPU (MIG) has another name."""
+    """The name that `torch.accelerator` and CUDA give; a part of a GPU (MIG) has another name."""
     memory: float
     """Bytes."""
     bfloat16_flops: float

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from areal_gym.config import RunConfig
 from areal_gym.plan.run_plan import RunPlan
+from areal_gym.utils.markup import gigabytes
 
 
 def advice(plan: RunPlan, config: RunConfig) -> Iterator[str]:
@@ -18,13 +19,13 @@ def advice(plan: RunPlan, config: RunConfig) -> Iterator[str]:
         if config.cluster.servers:
             setting += f" cluster.gpus_per_server={size}"
         yield (
-            f"a server's weights take {_gb(plan.server_weight_bytes)} GB of each of its "
+            f"a server's weights take {gigabytes(plan.server_weight_bytes)} GB of each of its "
             f"{plan.gpus_per_server} GPUs; more GPUs for each: {setting}"
         )
     if plan.node_bytes is not None and plan.host_bytes_per_node > plan.node_bytes:
         yield (
-            f"a node's processes take {_gb(plan.host_bytes_per_node)} of its "
-            f"{_gb(plan.node_bytes)} GB"
+            f"a node's processes take {gigabytes(plan.host_bytes_per_node)} of its "
+            f"{gigabytes(plan.node_bytes)} GB"
         )
         if config.trainer.cpu_offload:
             yield "weights and states on the GPUs: trainer.cpu_offload=false"
@@ -33,7 +34,8 @@ def advice(plan: RunPlan, config: RunConfig) -> Iterator[str]:
 
 def _for_ranks(plan: RunPlan, config: RunConfig) -> Iterator[str]:
     trainer, total = config.trainer, plan.rank_total
-    yield f"a rank takes {_gb(total)} GB of the {_gb(plan.room)} GB for tensors of a GPU"
+    room = gigabytes(plan.room)
+    yield f"a rank takes {gigabytes(total)} GB of the {room} GB for tensors of a GPU"
     kept = sum(plan.rank_bytes.get(kind, 0) for kind in ("weights", "gradients", "states"))
     computed = sum(plan.rank_bytes.get(kind, 0) for kind in ("activations", "logits"))
     if kept > total / 3:
@@ -49,7 +51,3 @@ def _for_ranks(plan: RunPlan, config: RunConfig) -> Iterator[str]:
         yield "weights and states in the host's memory: trainer.cpu_offload=true"
     if trainer.lora is None:
         yield "an adapter needs hardly any gradients and states: trainer.lora={}"
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f}"

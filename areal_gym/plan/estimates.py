@@ -37,9 +37,9 @@ class Training:
 
     costs: Costs
     attention_flops: float
-    """Of the forward pass of attention."""
+    """Operations of attention in the forward pass."""
     num_looks: float
-    """Passes without a gradient: of a reference, a proximal policy, a critic."""
+    """The number of passes without a gradient: of a reference, a proximal policy, a critic."""
     recomputes: bool
     updated_bytes: int
     """Weights, gradients and states, which every update reads and writes."""

@@ -47,9 +47,9 @@ class Costs:
     """Sums over operations of one rank."""
 
     flops: int = 0
-    """Of matrix products, as torch's `FlopCounterMode` counts them."""
+    """Operations of matrix products, as torch's `FlopCounterMode` counts them."""
     bytes_by_link: Counter[Link] = field(default_factory=Counter)
-    """Bytes of the whole tensors of collectives."""
+    """Bytes of the tensors that collectives carry, whole, by the link they use."""
 
     def copy(self) -> Costs:
         """Return the sums as they are now."""

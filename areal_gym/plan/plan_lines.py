@@ -11,6 +11,7 @@ from areal_gym.models.hub import is_hub_name
 from areal_gym.plan.model_to_plan import model_to_plan
 from areal_gym.plan.run_plan import RunPlan
 from areal_gym.plan.simulated_step import simulate_step
+from areal_gym.utils.markup import gigabytes
 
 _MAX_LAYERS = 40
 """Models with more layers are not simulated by a dry run: a layer takes about a third of a
@@ -22,19 +23,19 @@ def summary(plan: RunPlan) -> list[str]:
     lines = [
         f"plan: {plan.num_gpus} x {plan.gpu}{', in turns' if plan.takes_turns else ''}; "
         f"{_each(plan.num_ranks, 'rank')} takes "
-        f"{_gb(sum(plan.rank_bytes.values()))} GB = {_listed(plan.rank_bytes)}; "
-        f"{_gb(sum(plan.publishing_bytes.values()))} GB while it publishes"
+        f"{gigabytes(sum(plan.rank_bytes.values()))} GB = {_listed(plan.rank_bytes)}; "
+        f"{gigabytes(sum(plan.publishing_bytes.values()))} GB while it publishes"
     ]
     if plan.num_servers:
         gpus = f"{plan.gpus_per_server} GPU{'s' * (plan.gpus_per_server > 1)}"
         lines.append(
             f"{_each(plan.num_servers, 'server')} of {gpus} has "
-            f"{_gb(plan.server_weight_bytes)} GB weights and {_gb(plan.server_cache_bytes)} GB "
-            f"cache a GPU: {plan.cache_tokens:,} tokens of "
+            f"{gigabytes(plan.server_weight_bytes)} GB weights and "
+            f"{gigabytes(plan.server_cache_bytes)} GB cache a GPU: {plan.cache_tokens:,} tokens of "
             f"{plan.cache_bytes_per_token / 1e3:.0f} kB"
         )
     lines.append(
-        f"a node of ranks takes {_gb(plan.host_bytes_per_node)} GB of memory = "
+        f"a node of ranks takes {gigabytes(plan.host_bytes_per_node)} GB of memory = "
         f"{_listed(plan.host_bytes)}"
     )
     parts = ", ".join(f"{part} {s:.1f}" for part, s in plan.seconds.items() if part != "step")
@@ -71,12 +72,12 @@ def describe_memory(config: RunConfig) -> list[str]:
     tokens = config.rollout.max_in_flight * engine.max_context
     return [
         f"memory: a policy of {shape.num_parameters / 1e9:.2f} billion parameters; {each} takes "
-        f"{_gb(sum(step.peak.values()))} GB = {_listed(step.peak)}, simulated; areal-gym plan "
-        "says more",
-        f"engine: {_gb(2 * shape.num_parameters)} GB weights in bfloat16, "
+        f"{gigabytes(sum(step.peak.values()))} GB = {_listed(step.peak)}, simulated; "
+        "areal-gym plan says more",
+        f"engine: {gigabytes(2 * shape.num_parameters)} GB weights in bfloat16, "
         f"{shape.cache_bytes_per_token / 1e3:.0f} kB of cache a token; "
         f"{config.rollout.max_in_flight:,} in flight, all of {engine.max_context:,} tokens, would "
-        f"take {_gb(tokens * shape.cache_bytes_per_token)} GB: who finds no room there waits",
+        f"take {gigabytes(tokens * shape.cache_bytes_per_token)} GB: who finds no room there waits",
     ]
 
 
@@ -86,11 +87,7 @@ def _each(number: int, noun: str) -> str:
 
 def _listed(sizes: Mapping[str, int]) -> str:
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    shown = [f"{_gb(size)} {kind}" for kind, size in ordered if size >= 0.05e9] or [
+    shown = [f"{gigabytes(size)} {kind}" for kind, size in ordered if size >= 0.05e9] or [
         f"{size / 1e6:.1f} MB {kind}" for kind, size in ordered[:1]
     ]
     return " + ".join(shown)
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f}"

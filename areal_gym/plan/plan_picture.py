@@ -95,7 +95,7 @@ def _legend(y: int, kinds: list[str]) -> list[str]:
 
 
 def _beside(y: int, width: float, label: str) -> list[str]:
-    """Return the label of a bar: after it, or in it where there is no room."""
+    """Return the label of a bar, drawn after the bar, or inside it where there is no room after."""
     if width > 0.75 * _WIDTH:
         return [_text(_LEFT + width - 8, y + 16, label, anchor="end", color="white")]
     return [_text(_LEFT + width + 8, y + 16, label)]

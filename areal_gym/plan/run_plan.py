@@ -6,6 +6,7 @@ Memory of ranks is that of a simulated step (`simulated_step`); seconds are esti
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from areal_gym.plan.model_to_plan import PlannedModel, heads_of, model_to_plan
 from areal_gym.plan.operation_costs import Costs
 from areal_gym.plan.server_memory import ServerMemory, server_memory, servers_of
 from areal_gym.plan.simulated_step import SimulatedStep, simulate_step
+from areal_gym.plugins import registry
 
 USABLE_MEMORY = 0.92
 """Share of a GPU's memory for tensors; drivers, allocators and libraries take the rest."""
@@ -37,8 +39,8 @@ PROCESS_BYTES = 2e9
 """Host memory of a process with torch and a GPU: libraries, the driver's own, pinned buffers."""
 TOKEN_BYTES = 64
 """Host memory of a token of a batch in the driver: ids, log-probabilities, masks, text."""
-_BUCKETS = {"distributed": (1000, 2), "tensor": (100, 4)}
-"""By weight sync, the default of `bucket_mb`, and how many copies of a bucket rank 0 holds."""
+_BUCKET_COPIES = {"distributed": 2, "tensor": 4}
+"""How many copies of a bucket rank 0 holds, by weight sync."""
 _TRAINED = ("weights", "gradients", "states")
 
 
@@ -313,9 +315,10 @@ def _bucket_bytes(config: RunConfig, step: SimulatedStep) -> int:
     """Return what rank 0 gathers and holds to publish it."""
     weight_sync = config.trainer.weight_sync
     largest = _sent_size(config) * step.largest_weight
-    if weight_sync.id in _BUCKETS:
-        megabytes, num_copies = _BUCKETS[weight_sync.id]
-        size = int(float(weight_sync.kwargs.get("bucket_mb", megabytes)) * 1e6)
+    if num_copies := _BUCKET_COPIES.get(weight_sync.id):
+        sync_class = registry().load("weight-syncs", weight_sync.id)
+        usual = inspect.signature(sync_class).parameters["bucket_mb"].default
+        size = int(float(weight_sync.kwargs.get("bucket_mb", usual)) * 1e6)
         return num_copies * max(min(size, publication_bytes(config, step)), largest)
     return largest if config.trainer.num_ranks > 1 else 0
 

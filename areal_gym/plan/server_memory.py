@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from itertools import pairwise
 
 from areal_gym.config import RunConfig
 from areal_gym.errors import ConfigError
+from areal_gym.utils.command_words import command_words
 
 CACHE_SHARE = 0.85
 """Share of a GPU's memory that a server takes for weights and cache (`--mem-fraction-static`)."""
@@ -49,12 +49,7 @@ def servers_of(config: RunConfig) -> tuple[int, int, float]:
 
     Servers at `engine.url` count, as if each had the GPUs that `server_args` say.
     """
-    given_args = config.engine.kwargs.get("server_args", ())
-    arguments = (
-        shlex.split(given_args)
-        if isinstance(given_args, str)
-        else [str(word) for word in given_args]
-    )
+    arguments = command_words(config.engine.kwargs.get("server_args"))
     pairs = [word.split("=", 1) if "=" in word else [word] for word in arguments]
     given = dict(pairwise([part for words in pairs for part in words]))
     share = float(given.get("--mem-fraction-static", CACHE_SHARE))

@@ -32,6 +32,7 @@ from areal_gym.trainer.algorithms.token_loss import Proximal
 from areal_gym.trainer.batch.experience import TokenBatch
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.chunked_logprobs import TokenScores
+from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.parallel import fsdp
 from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.trainer.step_stats import Step
@@ -190,8 +191,8 @@ class _SimulatedTrainer(Trainer):
         return {}
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        critics = [self._critic.optimizer] if self._critic else []
-        return [part for optimizer in (self._optimizer, *critics) for part in optimizer.parts]
+        optimizers = (part for part in self._parts() if isinstance(part, Optimizer))
+        return [part for optimizer in optimizers for part in optimizer.parts]
 
     def _losses(
         self, step: Step, batch: PackedBatch, indexes: list[int], proximal: Proximal

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-import shlex
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from areal_gym.errors import ConfigError, GymError, PluginError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.runs.components import check_types
 from areal_gym.runs.run_display import Display
+from areal_gym.utils.command_words import command_words
 
 _REPORT_EVERY_S = 10
 EXPERTS_FLAG = "--enable-return-routed-experts"
@@ -64,8 +64,7 @@ def _engine_settings(config: RunConfig) -> EngineConfig:
             # Servers that several processes call must make them wait by themselves.
             more["interrupt"] = "retract"
         if not settings.url:
-            given = settings.kwargs.get("server_args", ())
-            arguments = shlex.split(given) if isinstance(given, str) else list(given)
+            arguments = command_words(settings.kwargs.get("server_args"))
             if config.trainer.routing_replay:
                 arguments.append(EXPERTS_FLAG)
             if config.trainer.colocate and not _is_for_cpus(arguments):

@@ -22,8 +22,10 @@ def out_of_memory(error: BaseException) -> TrainError | None:
     """Return the error to report for a failed allocation; None where `error` is something else."""
     text = str(error)
     is_gpu = isinstance(error, torch.OutOfMemoryError)
-    # torch has no class of its own for the host's memory.
-    if not (is_gpu or isinstance(error, MemoryError) or "DefaultCPUAllocator" in text):
+    # torch has no class of its own for the host's memory; C++ code outside its allocator says
+    # "std::bad_alloc".
+    is_host = any(word in text for word in ("DefaultCPUAllocator", "std::bad_alloc"))
+    if not (is_gpu or is_host or isinstance(error, MemoryError)):
         return None
     reason = next((line for line in text.splitlines() if "allocate" in line), "")
     where = "a trainer's GPU is" if is_gpu else "the trainer is"

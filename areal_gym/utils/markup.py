@@ -70,6 +70,11 @@ def number(value: object) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
+def gigabytes(num_bytes: float) -> str:
+    """Return a number of bytes in gigabytes (1e9), without the unit: `"1.5"`."""
+    return f"{num_bytes / 1e9:.1f}"
+
+
 def block(title: str, *parts: str) -> str:
     """Return an object for a notebook: a heading, if any, and parts in HTML."""
     heading = f"<b>{escaped(title)}</b>" if title else ""

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox.containers import connect
-from areal_gym.sandbox.image import _ACCOUNTS, _add, _add_directory, _libraries
+from areal_gym.sandbox.image import add_file, add_system_files
 from areal_gym.version import __version__
 from tests._support.paths import ROOT
 
@@ -94,23 +94,9 @@ def write_base(tar):
             if ".." not in file.parts and os.path.isfile(source) and ".pyc" not in source:
                 targets[source] = f"{site}/{file}"
     for source, target in targets.items():
-        _add(tar, os.path.realpath(source), target, written)
-    for library in _libraries(
-        [path for path in targets if ".so" in path or path in programs or path == python]
-    ):
-        _add(tar, os.path.realpath(library), library, written)
-    for name, text in _ACCOUNTS.items():
-        with tempfile.NamedTemporaryFile("w") as account:
-            account.write(text)
-            account.flush()
-            _add(tar, account.name, f"/{name}", written)
-    for name in ("tmp", "proc", "sys", "dev"):
-        _add_directory(tar, f"/{name}", written)
-    for name in ("python3", "python"):
-        link = tarfile.TarInfo(f"usr/local/bin/{name}")
-        link.type, link.linkname = tarfile.SYMTYPE, python
-        _add_directory(tar, "/usr/local/bin", written)
-        tar.addfile(link)
+        add_file(tar, os.path.realpath(source), target, written)
+    binaries = [path for path in targets if ".so" in path or path in programs]
+    add_system_files(tar, written, python=python, binaries=binaries)
 
 
 def core_distributions():

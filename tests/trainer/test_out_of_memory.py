@@ -34,7 +34,8 @@ else:
 learner.step(batch(), 0)  # what the first step loads and keeps is not what is missing later
 groups = batch(num_groups=1500)
 held = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
-resource.prlimit(pid, resource.RLIMIT_AS, (held + 2**26, held + 2**26))
+# Enough to receive the batch, not to compute on it: 2**30 would be.
+resource.prlimit(pid, resource.RLIMIT_AS, (held + 2**28, held + 2**28))
 try:
     learner.step(groups, 0)
 except TrainError as error:
@@ -62,6 +63,12 @@ def test_gpu_out_of_memory_is_named():
     assert told is not None
     assert "GPU is out of memory" in told.message
     assert "tokens_per_microbatch" in told.hints[0]
+
+
+def test_allocation_that_fails_outside_of_the_allocator_is_named():
+    told = out_of_memory(RuntimeError("std::bad_alloc"))
+    assert told is not None
+    assert told.message == "the trainer is out of memory"
 
 
 def test_other_errors_are_not_changed():

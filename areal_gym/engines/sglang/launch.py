@@ -16,6 +16,7 @@ from typing import Protocol
 from areal_gym.engines.sglang import process_guard as guard
 from areal_gym.engines.sglang.server_client import ServerClient
 from areal_gym.errors import ConfigError, EngineError
+from areal_gym.utils.command_words import command_words
 from areal_gym.utils.http_servers.addresses import http_address, listen
 
 _POLL_S = 0.25
@@ -78,9 +79,9 @@ class LaunchedServer:
         self.log = log or Path(tempfile.gettempdir(), f"areal-gym-sglang-{os.getpid()}-{port}.log")
         self._is_log_kept = log is not None
         self._arguments = [
-            *(_split(command) or [sys.executable, "-m", "sglang.launch_server"]),
+            *(command_words(command) or [sys.executable, "-m", "sglang.launch_server"]),
             *("--model-path", str(policy), "--host", host, "--port", str(port)),
-            *_split(server_args),
+            *command_words(server_args),
         ]
         self._gpus = gpus
         self._start_timeout_s = start_timeout_s
@@ -167,7 +168,3 @@ class LaunchedServer:
             f"the server {problem}: {shlex.join(self._arguments)}",
             hints=[f"its log: {self.log}", *self.last_lines()],
         )
-
-
-def _split(command: str | Sequence[str] | None) -> list[str]:
-    return shlex.split(command) if isinstance(command, str) else [str(c) for c in command or ()]

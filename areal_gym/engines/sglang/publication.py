@@ -33,11 +33,11 @@ class PublicationGate:
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._paused_states: list[ServerState] = []
-        """The servers of the publication under way, or that sleep."""
+        """The servers that a publication has paused, or that sleep."""
         self._released: list[str] = []
-        """What sleeping servers have released and not taken again."""
+        """The kinds of memory that sleeping servers have released and not yet taken again."""
         self._since_s = 0.0
-        """When they fell asleep."""
+        """The time at which the servers fell asleep."""
 
     @property
     def is_open(self) -> bool:

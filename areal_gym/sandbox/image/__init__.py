@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,9 @@ def _write_root(tar: tarfile.TarFile) -> None:
     library = sysconfig.get_path("stdlib")
     site_packages = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
     python = os.path.realpath(f"{sys.base_prefix}/bin/python3")
-    binaries = [python, *(p for p in _PROGRAMS if os.path.exists(p))]
-    for path in binaries:
-        _add(tar, os.path.realpath(path), path, written)
+    binaries = [path for path in _PROGRAMS if os.path.exists(path)]
+    for path in (python, *binaries):
+        add_file(tar, os.path.realpath(path), path, written)
     targets = {path: path for path in _files(library)}
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -87,16 +87,32 @@ def _write_root(tar: tarfile.TarFile) -> None:
             inside = os.path.relpath(path, os.path.dirname(package))
             targets[path] = f"{site_packages}/{inside}"
     for path, target in targets.items():
-        _add(tar, path, target, written)
+        add_file(tar, path, target, written)
     binaries += [path for path in targets if ".so" in path]
-    for path in _libraries(binaries):
-        _add(tar, os.path.realpath(path), path, written)
+    add_system_files(tar, written, python=python, binaries=binaries, directories=("areal-gym",))
+
+
+def add_system_files(
+    tar: tarfile.TarFile,
+    written: set[str],
+    *,
+    python: str,
+    binaries: Iterable[str],
+    directories: Iterable[str] = (),
+) -> None:
+    """Add what a root file system needs beside its programs.
+
+    These are the libraries of `binaries`, accounts, directories, and the names under which
+    `python`, the path of an interpreter, is found.
+    """
+    for path in _libraries([python, *binaries]):
+        add_file(tar, os.path.realpath(path), path, written)
     for name, text in _ACCOUNTS.items():
         with tempfile.NamedTemporaryFile("w") as account:
             account.write(text)
             account.flush()
-            _add(tar, account.name, f"/{name}", written)
-    for name in ("tmp", "proc", "sys", "dev", "areal-gym"):
+            add_file(tar, account.name, f"/{name}", written)
+    for name in ("tmp", "proc", "sys", "dev", *directories):
         _add_directory(tar, f"/{name}", written)
     for name in ("python3", "python"):
         link = tarfile.TarInfo(f"usr/local/bin/{name}")
@@ -118,7 +134,7 @@ def _libraries(binaries: list[str]) -> set[str]:
     return {os.path.normpath(path) for path in paths if os.path.exists(path)}
 
 
-def _add(tar: tarfile.TarFile, source: str, target: str, written: set[str]) -> None:
+def add_file(tar: tarfile.TarFile, source: str, target: str, written: set[str]) -> None:
     """Add a file as `target`, owned by root and readable by every user."""
     if target in written:
         return

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areal_gym.errors import EngineError
+from areal_gym.errors import EngineError, InfrastructureError
 from areal_gym.models.process_groups import join_group
 from areal_gym.trainer.weight_sync.flat_buckets import FlatBucket, flat_buckets
 from areal_gym.trainer.weight_sync.rank_posts import (
@@ -33,7 +33,7 @@ from areal_gym.trainer.weight_sync.rank_posts import (
     request,
 )
 from areal_gym.trainer.weight_sync.rank_tasks import OneAhead, RankSide
-from areal_gym.utils.http_servers.addresses import is_loopback
+from areal_gym.utils.http_servers.addresses import is_loopback, listen
 
 _KEPT = "weight_sync.group"
 _QUICK_S = 30.0
@@ -264,13 +264,11 @@ def _not_formed(
 
 
 def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise EngineError(
-                f"rank 0 of the trainer, on {socket.gethostname()}, has no address {host}: "
-                f"{error.strerror or error}",
-                hints=["trainer.weight_sync.kwargs.host=ADDRESS, or leave it out"],
-            ) from error
-        return int(probe.getsockname()[1])
+    try:
+        with listen(host, 0) as listener:
+            return int(listener.getsockname()[1])
+    except InfrastructureError as error:
+        raise EngineError(
+            f"rank 0 of the trainer, on {socket.gethostname()}: {error.message}",
+            hints=["trainer.weight_sync.kwargs.host=ADDRESS, or leave it out"],
+        ) from error

@@ -15,7 +15,7 @@ from torch import Tensor
 from areal_gym.models.tiny.kernels.kernel_library import reads, run
 
 _ENOUGH = 1 << 16
-"""The number of elements that is worth a thread."""
+"""The number of elements from which on another thread pays."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
