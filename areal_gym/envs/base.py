@@ -218,7 +218,7 @@ class TextEnv(gymnasium.Env[str, str]):
         try:
             if name not in tools:
                 raise ToolError(f"no tool {name!r}; there is: {', '.join(tools) or 'none'}")
-            return await tools[name](call["function"]["arguments"]), False
+            return await tools[name].bound_to(self)(call["function"]["arguments"]), False
         except ToolError as error:
             return f"error: {error}", True
         except BaseException as error:

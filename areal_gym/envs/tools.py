@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_gym.errors import ToolError, UsageError
@@ -37,6 +37,8 @@ class Tool:
         def add(a: int, b: int) -> str:
             \"\"\"Add two numbers.\"\"\"
             return str(a + b)
+
+    On a method, the tools of an object use that object, such as the state of an episode.
     """
 
     name: str
@@ -45,6 +47,18 @@ class Tool:
     """JSON schema of the arguments object."""
     function: Callable[..., str | Awaitable[str]] | None = None
     """None for a tool whose calls the environment answers by itself."""
+    is_method: bool = False
+    """Whether the function takes `self`: `bound_to` gives it an object."""
+
+    def __get__(self, instance: object, owner: type | None = None) -> Tool:
+        """Return the tool, of an object's attribute with that object as `self`."""
+        return self if instance is None else self.bound_to(instance)
+
+    def bound_to(self, instance: object) -> Tool:
+        """Return the tool of an object: a method is called with it, a function as it is."""
+        if not self.is_method or self.function is None:
+            return self
+        return replace(self, function=functools.partial(self.function, instance), is_method=False)
 
     def schema(self) -> dict[str, Any]:
         """Return the function's description in OpenAI's format, as chat templates take it."""
@@ -58,6 +72,11 @@ class Tool:
         """
         if self.function is None:
             raise ToolError(f"{self.name} cannot be called here")
+        if self.is_method:
+            raise UsageError(
+                f"tool {self.name!r} is a method and has no object",
+                hints=[f"take it of an object: Shop().{self.name}, not Shop.{self.name}"],
+            )
         self._check_arguments(arguments)
         result = self.function(**arguments)
         if isinstance(result, str) or not inspect.isawaitable(result):
@@ -110,6 +129,7 @@ def tool(
         return functools.partial(tool, in_thread=in_thread)
     hints = typing.get_type_hints(function)
     parameters = dict(inspect.signature(function).parameters)
+    is_method = next(iter(parameters), None) == "self" and not inspect.ismethod(function)
     parameters.pop("self", None)
     properties = {name: _json_schema(hints.get(name, str)) for name in parameters}
     required = [name for name, p in parameters.items() if p.default is p.empty]
@@ -118,18 +138,19 @@ def tool(
         description=(inspect.getdoc(function) or "").split("\n\n")[0].strip(),
         parameters={"type": "object", "properties": properties, "required": required},
         function=_on_thread(function) if in_thread else function,
+        is_method=is_method,
     )
 
 
 def _on_thread(function: Callable[..., Any]) -> Callable[..., Awaitable[str]]:
     @functools.wraps(function)
-    async def call(**arguments: Any) -> str:
+    async def call(*instance: Any, **arguments: Any) -> str:
         answer: Future[str] = Future()
         answer.set_running_or_notify_cancel()  # a caller that stops waiting does not undo the call
 
         def work() -> None:
             try:
-                answer.set_result(function(**arguments))
+                answer.set_result(function(*instance, **arguments))
             except Exception as error:
                 answer.set_exception(error)
 

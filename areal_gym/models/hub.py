@@ -6,6 +6,7 @@ code, stay where they are.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Sequence
@@ -60,7 +61,7 @@ def model_from_hub(
             return cached
         say(
             f"{model}: downloading {sum(files.values()) / 1e9:.2f} GB from the Hugging Face hub "
-            "into its cache; an interrupted download goes on where it stopped"
+            f"into its cache, {_cache_folder()}; an interrupted download goes on where it stopped"
         )
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(wanted)))
     except GatedRepoError as error:
@@ -83,10 +84,43 @@ def model_from_hub(
         if kept is None or ("*.safetensors" in wanted and not has_weights):
             raise ConfigError(
                 f"{model} is not in the cache, and the Hugging Face hub cannot be reached: {error}",
-                hints=_by_hand(name),
+                hints=[*_cached_hints(name), *_by_hand(name)],
             ) from error
-        say(f"{model}: from the cache; the hub cannot be reached")
+        say(f"{model}: from the cache, {kept}; the hub cannot be reached")
         return kept
+
+
+def _cache_folder() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.HF_HUB_CACHE)
+
+
+def _cached_hints(name: str) -> list[str]:
+    """Return a hint on the models that the cache holds with weights, those with near names first."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir().repos
+    except (CacheNotFound, OSError, ValueError):
+        repositories = frozenset()
+    names = [
+        repository.repo_id
+        for repository in repositories
+        if repository.repo_type == "model"
+        and any(
+            file.file_name.endswith(".safetensors")
+            for revision in repository.revisions
+            for file in revision.files
+        )
+    ]
+    if not names:
+        return [f"the cache, {_cache_folder()}, holds no model"]
+    close = difflib.get_close_matches(name, names, n=len(names), cutoff=0.5)
+    names = [*close, *sorted(set(names) - set(close))]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return [f"the cache, {_cache_folder()}, holds: {', '.join(names[:8])}{more}"]
 
 
 def _snapshot(name: str, revision: str | None, wanted: Sequence[str]) -> Path | None:

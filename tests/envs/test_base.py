@@ -211,6 +211,40 @@ def test_optional_and_asynchronous_tools():
         asyncio.run(Tool(name="x", description="", parameters={})({}))
 
 
+class Counter(Echo):
+    """Its tools are methods: they see the episode."""
+
+    suspends = True
+
+    @tool
+    def count(self, by: int = 1) -> str:
+        """Count on."""
+        self.total += by
+        return str(self.total)
+
+    @tool(in_thread=True)
+    def show(self) -> str:
+        """Show the count."""
+        return f"it is {self.total}"
+
+    tools = (count, show)
+
+    def first_messages(self, task):
+        self.total = 0
+        return super().first_messages(task)
+
+
+def test_tools_may_be_methods():
+    assert list(Counter.count.parameters["properties"]) == ["by"]
+    env, other = make_started(Counter), make_started(Counter)
+    assert [env.step(call("count", "{}")).observation for _ in range(2)] == ["1", "2"]
+    assert env.step(call("show", "{}")).observation == "it is 2"
+    assert other.step(call("count", "{}")).observation == "1"
+    assert asyncio.run(env.count({"by": 3})) == "5"
+    with pytest.raises(UsageError, match="'count' is a method and has no object"):
+        asyncio.run(Counter.count({}))
+
+
 def test_tool_parameter_without_schema_is_refused():
     with pytest.raises(TypeError, match="no JSON schema"):
 

@@ -127,7 +127,10 @@ def test_a_config_alone_is_downloaded_and_is_no_model_without_the_hub(hub, tmp_p
 def test_without_the_hub_the_cache_is_used(hub, tmp_path):
     *_, path = resolve("owner/tiny", tmp_path, url_of(hub))
     said, again = resolve("owner/tiny", tmp_path, "http://127.0.0.1:9")
-    assert (said, again) == ("said owner/tiny: from the cache; the hub cannot be reached", path)
+    assert said == f"said owner/tiny: from the cache, {path}; the hub cannot be reached"
+    assert again == path
+    (other,) = resolve("owner/small", tmp_path, "http://127.0.0.1:9")
+    assert f"the cache, {tmp_path / 'hub'}, holds: owner/tiny" in other
     *_, offline = resolve("owner/tiny", tmp_path, url_of(hub), HF_HUB_OFFLINE="1")
     assert offline == path
 
@@ -136,6 +139,7 @@ def test_without_the_hub_the_cache_is_used(hub, tmp_path):
 def test_without_hub_and_cache_the_error_says_what_to_type(tmp_path, variables):
     (line,) = resolve("owner/tiny", tmp_path, "http://127.0.0.1:9", **variables)
     assert "owner/tiny is not in the cache, and the Hugging Face hub cannot be reached" in line
+    assert f"the cache, {tmp_path / 'hub'}, holds no model" in line
     assert "hf download owner/tiny --local-dir tiny then: engine.model=tiny" in line
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -27,10 +28,12 @@ from areal_gym.errors import (
     EpisodeTimeoutError,
     UsageError,
 )
+from areal_gym.models.hub import is_hub_name, model_from_hub
 from areal_gym.plugins import registry
 from areal_gym.recording import EpisodeRecord, TurnDraft
 from areal_gym.rollout.episode_runners import EpisodeRequest, PlayEpisode, play_with_engine
 from areal_gym.types import FinishReason, FunctionCall, Message, Trajectory
+from areal_gym.utils.files import path_hints
 
 Policy = Engine | str | Path | Callable[[Sequence[Message]], "str | Message | Awaitable[Any]"]
 
@@ -52,10 +55,15 @@ async def opened(
     """
     if isinstance(policy, Path) or (isinstance(policy, str) and "://" not in policy):
         directory = Path(policy)
+        if is_hub_name(str(policy)):
+            directory = await asyncio.to_thread(model_from_hub, str(policy), _say)
         if not (directory / "config.json").exists():
-            kinds = "a checkpoint directory, a URL (http://HOST:PORT/v1), an engine or a function"
+            kinds = (
+                "a checkpoint directory, OWNER/NAME on the Hugging Face hub, a URL "
+                "(http://HOST:PORT/v1), an engine or a function"
+            )
             message = f"{str(policy)!r} is not a checkpoint directory"
-            raise ConfigError(message, hints=[f"a policy is {kinds}"])
+            raise ConfigError(message, hints=[*path_hints(directory), f"a policy is {kinds}"])
         settings = EngineConfig(model=str(directory), max_context=max_context)
         policy = registry().load("engines", "embedded").from_settings(directory, settings)
         renderer = Renderer.from_checkpoint(directory)
@@ -76,6 +84,10 @@ async def opened(
         yield partial(_play_with_texts, _function_answer(policy), timeout_s, env_id)
     else:
         raise UsageError(f"{type(policy).__name__} is not a policy")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 Answer = Callable[[Sequence[Message], Sequence[Tool]], Awaitable["str | Message"]]
