@@ -288,8 +288,8 @@ def _scalar(value: Any) -> Any:
 
 
 def _heldout(row: dict[str, Any]) -> Any:
-    value = _at(row, "sampled", "pass@1")
-    return _number(value or _at(row, "heldout", "accuracy"))
+    sampled = _number(_at(row, "sampled", "pass@1"))
+    return _number(_at(row, "heldout", "accuracy")) if sampled is None else sampled
 
 
 def _short(value: Any) -> Any:

@@ -17,7 +17,14 @@ from tokenizers import Tokenizer
 
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import StopReason, Task, TokenSpan
-from tests._support.run_dirs import add_step, make_run, sampled, trajectory
+from tests._support.run_dirs import (
+    add_step,
+    evaluation,
+    make_run,
+    metrics,
+    sampled,
+    trajectory,
+)
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = os.environ.get("AREAL_GYM_CHROMIUM") or shutil.which("chromium")
@@ -182,6 +189,49 @@ def test_siblings_are_shown_in_folding_groups(page, runs):
     page.wait_for_selector(".column.current")
     assert page.locator(".column").count() == 4
     assert "g0001-1" in page.locator(".column.current").inner_text()
+
+
+def test_mean_of_a_group_counts_rows_that_the_filter_hides(page, runs):
+    page.goto(runs[1] + "#/run/first/trajectories/step-000001?q=reward%3D1")
+    page.wait_for_selector(".row.group")
+    rewards = {}
+    for place in range(16):
+        one = trajectory(place)
+        rewards.setdefault(one.group_id, []).append(one.reward)
+    mixed = {group: values for group, values in rewards.items() if 0 < sum(values) < 4}
+    assert mixed
+    for group, values in mixed.items():
+        text = page.locator(f".row.group:has-text('{group}') .mean").inner_text()
+        mean = f"{sum(values) / 4:.3f}".rstrip("0")
+        assert text == f"mean {mean} {sum(values):.0f} of 4 shown"
+
+
+def test_legends_and_cards_show_what_was_measured(page, tmp_path):
+    path = make_run(tmp_path / "odd", num_steps=1, num_trajectories=1, is_finished=False)
+    with RunDir.open(path, "resume") as run:
+        run.append_metrics({**metrics(2), "rollout/stop/max_turns": None, "train/loss": 0.5})
+        row = {**metrics(3), "rollout/stop/completed": 1.0}
+        run.append_metrics({k: v for k, v in row.items() if k != "rollout/stop/max_turns"})
+        run.save_summary({})
+    for name, accuracies in {"never": [0.0, 0.0], "once": [0.24]}.items():
+        make_run(tmp_path / name, num_steps=1, num_trajectories=1)
+        lines = [json.dumps(evaluation(i, value)) + "\n" for i, value in enumerate(accuracies)]
+        (tmp_path / name / "evaluations.jsonl").write_text("".join(lines))
+    with viewed(page, tmp_path) as url:
+        page.goto(url)
+        page.wait_for_selector(".run")
+        shown = {
+            run.locator(".name").inner_text(): run.locator(".heldout").inner_text().split()
+            for run in page.locator(".run").all()
+        }
+        assert shown["never"] == ["held", "out", "0.000", "→", "0.000"]
+        assert shown["once"] == ["held", "out", "0.240"]
+        page.goto(url + "#/run/odd/curves")
+        stops = page.locator(".chart:has(figcaption:text-is('Stop reasons'))")
+        stops.wait_for()
+        assert stops.locator(".key b").all_inner_texts() == ["100%", "0%"]
+        loss = page.locator(".chart:has(figcaption:text-is('Loss')) .key")
+        assert loss.inner_text().split() == ["loss", "0.5", "step", "2"]
 
 
 def test_tokens_are_colored_by_recorded_values(page, runs):

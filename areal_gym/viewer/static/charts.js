@@ -38,8 +38,8 @@ export class ChartBoard {
 /** One card.
  *
  * `series`: [{name, steps, values, color: 0..7, low?, high?, isDotted?, areDots?}]
- * `isStacked`: shares of a whole, as areas. `format`: of a value. `floor`, `ceiling`: of the axis;
- * `least`: how high it is at least, lest noise around zero look like a landscape.
+ * `areShares`: parts of a whole; where one is missing it is 0. `isStacked`: drawn as areas.
+ * `format`: of a value. `floor`, `ceiling`: of the axis; `least`: how high it is at least, lest noise around zero look like a landscape.
  */
 export class Chart {
   board = null;
@@ -47,8 +47,8 @@ export class Chart {
   #size = { width: 0, height: 0 };
   #watch;
 
-  constructor({ title, hint, series, isStacked = false, format = number, floor = null, ceiling = null, least = null }) {
-    Object.assign(this, { title, series, isStacked, format, floor, ceiling, least });
+  constructor({ title, hint, series, isStacked = false, areShares = isStacked, format = number, floor = null, ceiling = null, least = null }) {
+    Object.assign(this, { title, series, isStacked, areShares, format, floor, ceiling, least });
     this.legend = h("div.legend");
     this.plot = s("svg.plot", { role: "img", "aria-label": title });
     this.element = h("figure.chart", {}, h("figcaption", { title: hint || "" }, title), this.legend, this.plot);
@@ -100,8 +100,9 @@ export class Chart {
 
   #write(step) {
     fill(this.legend, this.series.map((line) => {
-      const value = step === null ? last(line.values) : valueAt(line, step);
-      return h(`span.key.c${line.color}`, {}, h("i"), line.name, " ", h("b", {}, value === null ? "–" : this.format(value)));
+      const { value, at } = step === null ? newest(line, this.areShares) : { value: valueAt(line, step, this.areShares), at: null };
+      return h(`span.key.c${line.color}`, {}, h("i"), line.name, " ", h("b", {}, value === null ? "–" : this.format(value)),
+        at === null ? null : h("small", {}, ` step ${number(at)}`));
     }), step === null ? null : h("span.at", {}, `step ${step}`));
   }
 
@@ -255,12 +256,19 @@ function minmax(values) {
 
 function isNumber(value) { return typeof value === "number" && Number.isFinite(value); }
 
-function last(values) {
-  for (let i = values.length - 1; i >= 0; i--) if (isNumber(values[i])) return values[i];
-  return null;
+/** The newest number of a line; `at` is its step where later ones have none. */
+function newest(line, isShare) {
+  const end = line.values.length - 1;
+  if (isShare) return { value: end < 0 ? null : valueAt(line, line.steps[end], true), at: null };
+  for (let i = end; i >= 0; i--) {
+    if (isNumber(line.values[i])) return { value: line.values[i], at: i === end ? null : line.steps[i] };
+  }
+  return { value: null, at: null };
 }
 
-function valueAt(line, step) {
+/** A share that was not recorded at a step is none of the whole. */
+function valueAt(line, step, isShare) {
   const i = line.steps.indexOf(step);
-  return i >= 0 && isNumber(line.values[i]) ? line.values[i] : null;
+  if (i < 0) return null;
+  return isNumber(line.values[i]) ? line.values[i] : isShare ? 0 : null;
 }

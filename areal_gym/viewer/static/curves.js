@@ -10,7 +10,7 @@ const share = (value) => `${number(value * 100)}%`;
 function cardOf(spec) {
   const format = spec.unit.startsWith("share") ? { format: share } : spec.unit === "s" ? { format: seconds } : {};
   return [spec.title, spec.hint, Object.entries(spec.metrics), {
-    ...format, floor: spec.floor, ceiling: spec.ceiling, least: spec.least, heldout: spec.heldout, isStacked: spec.is_stacked, isQuiet: spec.is_quiet,
+    ...format, floor: spec.floor, ceiling: spec.ceiling, least: spec.least, heldout: spec.heldout, isStacked: spec.is_stacked, areShares: spec.is_stacked, isQuiet: spec.is_quiet,
   }];
 }
 

@@ -37,15 +37,16 @@ export class TrajectoryList {
     new ResizeObserver(() => this.#draw()).observe(this.scroller);
   }
 
-  /** Show these rows. `sort`: "-reward" is largest first; `isGrouped`: siblings are next to each other. */
-  show(rows, { sort, isGrouped }) {
+  /** Show these rows. `sort`: "-reward" is largest first; `isGrouped`: siblings are next to each other,
+   * under a line about their whole group in `all`, whatever the filter keeps of it. */
+  show(rows, { sort, isGrouped, all = rows }) {
     const key = sort.replace(/^-/, ""), direction = sort.startsWith("-") ? -1 : 1;
     for (const button of this.header.children) {
       button.dataset.sorted = button.dataset.key === key ? (direction < 0 ? "down" : "up") : "";
     }
     this.#rows = rows;
     const sorted = [...rows].sort((a, b) => direction * compared(a[key], b[key]) || a.place - b.place);
-    this.#items = isGrouped ? grouped(sorted, key, direction, this.#folded) : sorted.map((row) => ({ row }));
+    this.#items = isGrouped ? grouped(sorted, membersOf(all), key, direction, this.#folded) : sorted.map((row) => ({ row }));
     this.space.style.height = `${this.#items.length * ROW}px`;
     this.#forget();
     this.#draw();
@@ -113,11 +114,12 @@ export class TrajectoryList {
       `span.cell.of-${column.key}${column.isWide ? ".wide" : ""}${column.isText ? ".words" : ""}`, {}, shown(column.text(row)))));
   }
 
-  #group({ group, rows, isFolded }) {
+  #group({ group, rows, members, isFolded }) {
     return h("div.row.group", {
       role: "row", onclick: () => { this.fold(group); this.onFold(); },
-    }, h("span.fold", {}, isFolded ? "▸" : "▾"), h("span.id", {}, shown(group)), spread(rows),
-    h("span.mean", {}, "mean ", number(mean(rows.map((row) => row.reward)))),
+    }, h("span.fold", {}, isFolded ? "▸" : "▾"), h("span.id", {}, shown(group)), spread(members),
+    h("span.mean", {}, "mean ", number(mean(members.map((row) => row.reward))),
+      rows.length < members.length ? h("small", {}, ` ${rows.length} of ${members.length} shown`) : null),
     h("span.task", {}, shown(rows[0].task)));
   }
 }
@@ -136,18 +138,24 @@ function spread(rows) {
     }));
 }
 
-function grouped(sorted, key, direction, folded) {
+function membersOf(rows) {
   const groups = new Map();
-  for (const row of sorted) {
+  for (const row of rows) {
     if (!groups.has(row.group)) groups.set(row.group, []);
     groups.get(row.group).push(row);
   }
+  return groups;
+}
+
+function grouped(sorted, members, key, direction, folded) {
+  const groups = membersOf(sorted);
   const isNumeric = typeof sorted[0]?.[key] === "number";
-  const weight = (rows) => (isNumeric && key !== "place" ? mean(rows.map((row) => row[key] ?? 0)) : rows[0][key]);
-  const order = [...groups].sort(([, a], [, b]) => direction * compared(weight(a), weight(b)) || a[0].place - b[0].place);
+  const weight = (group) => (isNumeric && key !== "place" ? mean(members.get(group).map((row) => row[key] ?? 0)) : groups.get(group)[0][key]);
+  const weights = new Map([...groups.keys()].map((group) => [group, weight(group)]));
+  const order = [...groups].sort(([a, [first]], [b, [second]]) => direction * compared(weights.get(a), weights.get(b)) || first.place - second.place);
   return order.flatMap(([group, rows]) => {
     const isFolded = folded.has(group);
-    return [{ group, rows, isFolded }, ...(isFolded ? [] : rows.map((row) => ({ row })))];
+    return [{ group, rows, members: members.get(group), isFolded }, ...(isFolded ? [] : rows.map((row) => ({ row })))];
   });
 }
 

@@ -40,8 +40,13 @@ export async function runsPage(main) {
   };
 }
 
+/** The first and the newest measurement; one alone is no change. */
+function heldoutOf(measured) {
+  const ends = measured.length > 1 ? [measured[0], measured.at(-1)] : measured;
+  return ends.length ? ends.map(fixed).join(" → ") : "–";
+}
+
 function runCard(card, isCurrent, chosen, redraw) {
-  const heldout = card.heldout.length ? [card.heldout[0], card.heldout.at(-1)] : null;
   const box = h("input", {
     type: "checkbox", checked: chosen.has(card.name), "aria-label": `compare ${card.name}`,
     onchange: () => {
@@ -58,5 +63,5 @@ function runCard(card, isCurrent, chosen, redraw) {
     h("span.spark", { title: "mean reward" }, spark(card.rewards)),
     h("span.num", {}, h("small", {}, "reward "), fixed(card.reward)),
     h("span.num.heldout", {}, h("small", {}, "held out "),
-      heldout ? `${fixed(heldout[0])} → ${fixed(heldout[1])}` : "–"));
+      heldoutOf(card.heldout)));
 }

@@ -83,7 +83,7 @@ export async function trajectoriesPage(main, run) {
     const isGrouped = !state.query.flat && hasGroups(rows);
     grouping.classList.toggle("on", isGrouped);
     grouping.hidden = !hasGroups(rows);
-    list.show(found, { sort: state.query.sort || "place", isGrouped });
+    list.show(found, { sort: state.query.sort || "place", isGrouped, all: rows });
     fill(count, found.length === rows.length ? number(rows.length) : `${number(found.length)} of ${number(rows.length)}`, isReading ? " …" : "");
     drawChips(line);
   }
