@@ -48,10 +48,19 @@ if TYPE_CHECKING:
     help="Open a browser, if there is one.",
 )
 @click.option("--export", "file", type=PATH, help="Write one HTML file.")
+@click.option(
+    "--read-only", is_flag=True, help="Let nobody tag, annotate or delete runs on the page."
+)
 @json_option("Print the URL and the runs as JSON.")
 @common_options
 def view_command(
-    runs: tuple[Path, ...], port: int, host: str, browser: bool, file: Path | None, as_json: bool
+    runs: tuple[Path, ...],
+    port: int,
+    host: str,
+    browser: bool,
+    file: Path | None,
+    read_only: bool,
+    as_json: bool,
 ) -> None:
     """View runs in a browser: curves, trajectories, tokens; live while a run is training.
 
@@ -78,6 +87,7 @@ def view_command(
     from areal_gym.viewer.viewer_server import make_app, serve
 
     token = None if is_loopback(host) else secrets.token_urlsafe(16)
+    app = make_app(catalog, token=token, is_read_only=read_only)
     with listen(host, port) as listener:
         query = f"?token={token}" if token else ""
         url = f"{http_address(host, listener.getsockname()[1])}/{query}"
@@ -93,7 +103,7 @@ def view_command(
         if browser and not as_json:
             webbrowser.open(url)
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how the viewer ends
-            asyncio.run(serve(make_app(catalog, token=token), listener))
+            asyncio.run(serve(app, listener))
 
 
 @click.command("report")

@@ -16,6 +16,7 @@
     report.html           written at the end: a shareable one-page report
     summary.json          written at the end: a run without it has not finished
     status.json           what the run is doing, or how it ended and why
+    notes.json            tags and a note that people gave it in the viewer
     *.jsonl.torn          the torn end of a file, cut off when a run was resumed after a crash
     log.txt
 
@@ -58,6 +59,7 @@ class RunFiles:
         self.summary_file = path / "summary.json"
         self.log_file = path / "log.txt"
         self.status_file = path / "status.json"
+        self.notes_file = path / "notes.json"
         self._status = StatusFile(self.status_file)
 
     def __repr__(self) -> str:

@@ -7,12 +7,14 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
 from areal_gym.errors import DataError, NothingToDoError, UnknownIdError, choices
 from areal_gym.report.chart_table import CHARTS
 from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.run_dir.run_notes import RunNotes
 from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.utils.files import path_hints
 from areal_gym.viewer.safe_paths import GrowingFile, contained, finite, read_object, read_settings
@@ -66,6 +68,7 @@ class Run:
         **dict.fromkeys(("error", "env", "objective", "algorithm", "seed", "steps", "reward")),
         **{"status": "stopped", "model": "", "step": 0, "rewards": [], "heldout": []},
         **{"train_s": None, "changed_s": 0.0, "problems": []},
+        **{"started_s": None, "duration_s": None, "tags": [], "note": ""},
     }
     """The card of a run that cannot be read."""
 
@@ -81,10 +84,16 @@ class Run:
 
     def card(self) -> dict[str, Any]:
         """Return what a list of runs shows of it."""
-        rewards = [_number(row.get("reward/mean")) for row in self.metrics()]
+        rows = self._metrics.sample(_SPARKS)
+        rewards = [_number(row.get("reward/mean")) for row in rows]
         evaluations = self.evaluations()
         settings, problems = self.settings(), self._problems()
         status, error = self._status()
+        notes, times = RunNotes(), self._times()
+        try:
+            notes = RunNotes.from_dict(read_object(self.path, self.directory.notes_file))
+        except DataError as damage:
+            problems.append(f"notes.json: {damage.message}")
         try:
             summary = self.summary() or {}
         except DataError as damage:
@@ -99,13 +108,17 @@ class Run:
             "algorithm": _scalar(_at(settings, "trainer", "algorithm")),
             "model": Path(str(_at(settings, "engine", "model") or "")).name,
             "seed": _number(settings.get("seed")),
-            "step": self.step,
+            "step": int(rows[-1].get("step", 0)) if rows else 0,
             "steps": _number(settings.get("steps")),
             "reward": next((r for r in reversed(rewards) if r is not None), None),
             "rewards": _thinned(rewards, _SPARKS),
             "heldout": [value for row in evaluations if (value := _heldout(row)) is not None],
             "train_s": _number(summary.get("train_s")),
-            "changed_s": self._changed_s(),
+            "changed_s": self.changed_s,
+            "started_s": times[0],
+            "duration_s": times[1],
+            "tags": list(notes.tags),
+            "note": notes.note,
             "problems": problems,
         }
 
@@ -227,17 +240,43 @@ class Run:
             self._vocabulary = Vocabulary.find(self.directory)
         return self._vocabulary
 
-    def _changed_s(self) -> float:
+    @property
+    def changed_s(self) -> float:
+        """When its metrics or settings were written last, in seconds since the epoch."""
         files = (self.directory.metrics_file, self.directory.config_file)
-        places = (contained(self.path, file) for file in files)
-        return max((place.stat().st_mtime for place in places if place is not None), default=0.0)
+        return max((stat[1] / 1e9 for stat in map(_facts, files) if stat is not None), default=0.0)
+
+    def stamp(self) -> object:
+        """Return a value that changes with whatever the card shows; no file is opened for it."""
+        files = self.directory
+        return (
+            *map(_facts, (files.metrics_file, files.config_file, files.summary_file)),
+            *map(_facts, (files.status_file, files.notes_file, files.evaluations_file)),
+            None if files.is_finished else self._status(),
+        )
+
+    def _times(self) -> tuple[float | None, float | None]:
+        """Return when its process started, and for how long it has been running or ran."""
+        record = self.directory.read_status() if self._has_own_status() else None
+        if record is None:
+            return None, None
+        try:
+            start_s, end_s = (
+                datetime.fromisoformat(text).timestamp()
+                for text in (record.started_at, record.updated_at)
+            )
+        except (ValueError, OverflowError, OSError):
+            return None, None
+        return start_s, max(0.0, end_s - start_s)
+
+    def _has_own_status(self) -> bool:
+        file = self.directory.status_file
+        return contained(self.path, file) is not None or not os.path.lexists(file)
 
     def _status(self) -> tuple[str, str | None]:
         """Return the run's status, and why it has failed; "stopped" where it cannot be read."""
-        file = self.directory.status_file
-        is_own = contained(self.path, file) is not None or not os.path.lexists(file)
         with suppress(OSError):
-            if is_own:
+            if self._has_own_status():
                 return self.directory.status, self.directory.error
         return "stopped", None
 
@@ -270,6 +309,15 @@ def _is_run(run: RunDir) -> bool:
         return run.config_file.is_file() or run.trajectories_dir.is_dir()
     except OSError:  # a directory without permission
         return False
+
+
+def _facts(file: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written or replaced; None without one."""
+    try:
+        facts = os.stat(file)
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 def _at(value: Any, *keys: str) -> Any:

@@ -17,6 +17,10 @@ from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper, open_data, r
 _MAX_SETTINGS = 20_000
 """The limit of values in a settings file."""
 _MAX_GROWING_BYTES = 2**28
+_MAX_SAMPLED = 2**18
+"""Files up to this size are read whole, larger ones by samples."""
+_MAX_LINE_BYTES = 2**14
+"""The longest line that a sample can see."""
 
 
 def contained(root: Path, file: Path) -> Path | None:
@@ -104,6 +108,41 @@ class GrowingFile:
         """Return all rows so far; only what was appended since the last time is read."""
         with self._lock:
             return self._read()
+
+    def sample(self, num: int) -> list[dict[str, Any]]:
+        """Return about `num` rows spread over the file, with the first and the newest one.
+
+        Of a large file that was not read before, only these are read and checked.
+        """
+        with self._lock:
+            place = contained(self._root, self._path)
+            if self._key[1] == 0 and place is not None and os.path.getsize(place) > _MAX_SAMPLED:
+                return self._spread(place, num)
+            rows = self._read()
+        if len(rows) <= num:
+            return rows
+        return [rows[i * (len(rows) - 1) // (num - 1)] for i in range(num)]
+
+    def _spread(self, place: Path, num: int) -> list[dict[str, Any]]:
+        rows: dict[int, dict[str, Any]] = {}
+        try:
+            with open_data(place) as stream:
+                size = os.fstat(stream.fileno()).st_size
+                for i in range(num):
+                    offset = i * (size - 1) // (num - 1)
+                    # Back to the start of a line; the end of the file may be torn.
+                    start = max(0, offset - _MAX_LINE_BYTES)
+                    stream.seek(start)
+                    raw = stream.read(offset - start + _MAX_LINE_BYTES)
+                    end = raw.find(b"\n", offset - start)
+                    end = raw.rfind(b"\n") if end < 0 else end
+                    begin = raw.rfind(b"\n", 0, max(0, end)) + 1
+                    is_whole_line = end >= 0 and (begin > 0 or start == 0)
+                    if is_whole_line and (row := self._row(raw[begin:end])) is not None:
+                        rows[start + begin] = row
+        except (OSError, DataError):
+            return []
+        return [rows[offset] for offset in sorted(rows)]
 
     def _read(self) -> list[dict[str, Any]]:
         place = contained(self._root, self._path)

@@ -1,27 +1,34 @@
-"""The viewer's web server: pages and JSON over run directories, read-only.
+"""The viewer's web server: pages and JSON over run directories.
 
     GET /                                      the page; everything else it asks for here:
     GET /api/runs                              cards of all runs
+    GET /api/listing?since=CURSOR              cards that have changed since an earlier answer
     GET /api/runs/RUN                          settings, provenance, evaluations, files
     GET /api/runs/RUN/pulse                    what changes while a run goes on
     GET /api/runs/RUN/curves?after=STEP        columns of metrics.jsonl
     GET /api/runs/RUN/FILE?start=&limit=       a page of a file's trajectories
     GET /api/runs/RUN/FILE/search?q=TEXT       places of trajectories with a text
     GET /api/runs/RUN/FILE/PLACE               one trajectory
+    POST /api/runs/RUN/notes                   set tags and note: {"tags": [...], "note": "..."}
+    POST /api/runs/RUN/delete                  move the run to the trash: {}
 
 By default it answers only to this machine, and only under the machine's own names, so that a web
 site cannot reach it through the browser. Other machines need the token, which a cookie keeps.
+Nothing but the two POSTs writes; they are taken from the viewer's own pages only, which browsers
+name as `Origin`, and from none with `is_read_only`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import socket
 from collections.abc import Callable
 from importlib import resources
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -30,11 +37,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_gym.errors import DataError, GymError, UnknownIdError
-from areal_gym.utils.files import to_json
+from areal_gym.run_dir.run_notes import RunNotes, move_to_trash
+from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper, to_json
 from areal_gym.utils.http_servers.addresses import host_name, is_loopback, is_same_secret
 from areal_gym.utils.http_servers.asgi_site import serve_asgi
 from areal_gym.utils.http_servers.connections import ConnectionLimits
 from areal_gym.viewer.catalog import Catalog, Run
+from areal_gym.viewer.run_listing import RunListing
 
 STATIC = resources.files("areal_gym.viewer").joinpath("static")
 
@@ -52,18 +61,32 @@ HEADERS = {
 _KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _COOKIE = "areal-gym-viewer"
 _MAX_BODY_BYTES = 2**16
-"""The limit of requests, which need no body at all."""
+"""The limit of requests; only notes have a body."""
 
 
-def make_app(catalog: Catalog, *, token: str | None = None) -> ASGIApp:
+def make_app(catalog: Catalog, *, token: str | None = None, is_read_only: bool = False) -> ASGIApp:
     """Make the application.
 
     A browser must send the `token`; without one, only requests to a name of this machine are
-    answered.
+    answered. With `is_read_only`, runs can be neither annotated nor deleted.
     """
+    listing = RunListing(catalog, _card)
 
     async def runs(request: Request) -> Response:
         return await _answer(lambda: [_card(run) for run in catalog.runs()])
+
+    async def changes(request: Request) -> Response:
+        since = request.query_params.get("since", "")
+        return await _answer(lambda: {**listing.changes(since), "is_read_only": is_read_only})
+
+    def edit(path: str, make: Callable[[Run, dict[str, Any]], Any]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            if is_read_only:
+                return Response("this viewer is read-only: it was started with --read-only", 403)
+            body = await _object(request)
+            return await _answer(lambda: make(catalog.run(request.path_params["run"]), body))
+
+        return Route(f"/api/runs/{{run}}{path}", endpoint, methods=["POST"])
 
     def of_run(path: str, make: Callable[[Run, Request], Any]) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -76,6 +99,9 @@ def make_app(catalog: Catalog, *, token: str | None = None) -> ASGIApp:
             Route("/", _page),
             Route("/static/{name}", _static),
             Route("/api/runs", runs),
+            Route("/api/listing", changes),
+            edit("/notes", _save_notes),
+            edit("/delete", _delete),
             of_run("", lambda run, request: run.about()),
             of_run("/pulse", lambda run, request: run.pulse()),
             of_run("/curves", lambda run, request: run.curves(_whole(request, "after", 0))),
@@ -112,6 +138,28 @@ def _detail(run: Run, request: Request) -> Any:
     return run.trajectory(file, place)
 
 
+def _save_notes(run: Run, body: dict[str, Any]) -> Any:
+    notes = RunNotes.from_dict(body)
+    notes.save(run.directory)
+    return {"tags": list(notes.tags), "note": notes.note}
+
+
+def _delete(run: Run, body: dict[str, Any]) -> Any:
+    return {"moved_to": str(move_to_trash(run.directory))}
+
+
+async def _object(request: Request) -> dict[str, Any]:
+    """Return the JSON object in a request, or raise DataError."""
+    raw = await request.body()
+    try:
+        body = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict) or is_nested_deeper(body, MAX_JSON_DEPTH):
+        raise DataError('the body of this request is not a JSON object, such as {"note": "..."}')
+    return body
+
+
 class _Door:
     """Lets in requests from here, or with the token, and says what a page may do."""
 
@@ -125,7 +173,8 @@ class _Door:
                 message = {**message, "headers": [*message["headers"], *headers]}
             await send(message)
 
-        answer = self._turned_away(Request(scope)) or self._app
+        request = Request(scope)
+        answer = self._turned_away(request) or _foreign_write(request) or self._app
         await answer(scope, receive, send_guarded)
 
     def _turned_away(self, request: Request) -> Response | None:
@@ -141,6 +190,24 @@ class _Door:
         if is_same_secret(request.cookies.get(_COOKIE, ""), self._token):
             return None
         return Response("open the address that `areal-gym view` printed: it holds a token", 401)
+
+
+def _foreign_write(request: Request) -> Response | None:
+    """Refuse a request that could change something and is not of one of the viewer's own pages.
+
+    Browsers add `Origin` to every POST, and no page can set it to another value.
+    """
+    if request.method in ("GET", "HEAD"):
+        return None
+    try:
+        origin = urlsplit(request.headers.get("origin", ""))
+        is_own = origin.scheme in ("http", "https") and origin.netloc != ""
+        is_own = is_own and origin.netloc.lower() == request.headers.get("host", "").lower()
+    except ValueError:
+        is_own = False
+    if is_own:
+        return None
+    return Response("only the viewer's own pages may change runs", 403)
 
 
 async def _page(request: Request) -> Response:

@@ -15,6 +15,7 @@ import time
 import pytest
 from tokenizers import Tokenizer
 
+from areal_gym.errors import TrainError
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import StopReason, Task, TokenSpan
 from tests._support.run_dirs import (
@@ -266,6 +267,58 @@ def test_runs_are_compared(page, runs):
     rows = page.locator(".differences tr").all_inner_texts()
     assert any(row.split() == ["seed", "0", "7"] for row in rows)
     page.wait_for_selector(".chart path.line.c1")
+
+
+def names_shown(page):
+    return page.evaluate("[...document.querySelectorAll('.run')].map((run) => run.dataset.name)")
+
+
+def test_runs_are_searched_sorted_annotated_and_deleted(page, tmp_path):
+    for i, name in enumerate(("alpha", "beta", "gamma")):
+        path = make_run(tmp_path / name, num_steps=3 - i, num_trajectories=1, is_finished=i > 0)
+        os.utime(path / "metrics.jsonl", (1e9, 2e9 + i))
+        os.utime(path / "config.yaml", (1e9, 1e9))
+    with (
+        contextlib.suppress(TrainError),
+        RunDir.open(tmp_path / "alpha", "resume") as failed,
+    ):
+        failed.report_start(step=3, steps=60)
+        raise TrainError("out of memory <b>on</b> step 4")
+    with viewed(page, tmp_path) as url:
+        page.goto(url)
+        page.wait_for_selector(".run")
+        assert names_shown(page) == ["gamma", "beta", "alpha"]
+        reason = page.locator("[data-name=alpha] .reason").inner_text()
+        assert reason == "failed: out of memory <b>on</b> step 4"
+        page.click(".run-heads [data-key=step]")
+        until(page, "document.querySelector('.run-heads [data-key=step]').dataset.sorted")
+        assert names_shown(page) == ["alpha", "beta", "gamma"]
+        page.keyboard.press("/")
+        page.keyboard.type("is:failed memory")
+        until(page, "document.querySelectorAll('.run').length === 1")
+        assert "q=is%3Afailed+memory" in page.url
+        page.keyboard.press("Escape")
+        page.keyboard.press("e")
+        page.fill("[aria-label=tags]", "base line, <i>")
+        page.fill("[aria-label=note]", "<script>1</script>")
+        page.click("dialog.edit >> text=save")
+        page.wait_for_selector(".run .chip.tag")
+        row = page.locator("[data-name=alpha]")
+        assert row.locator(".chip.tag").all_inner_texts() == ["base line", "<i>"]
+        assert row.locator(".note").inner_text() == "<script>1</script>"
+        page.fill(".filter", "")
+        until(page, "document.querySelectorAll('.run').length === 3")
+        page.click(".chips .chip:has-text('base line')")
+        until(page, "document.querySelectorAll('.run').length === 1")
+        page.click("[aria-label='edit alpha']")
+        page.click("dialog.edit >> text=delete …")
+        assert (tmp_path / "alpha").exists()
+        page.click("dialog.edit >> text=/^delete$/")
+        until(page, "document.querySelectorAll('.run').length === 0")
+        page.fill(".filter", "")
+        until(page, "document.querySelectorAll('.run').length === 2")
+    assert not (tmp_path / "alpha").exists()
+    assert len(list((tmp_path / ".trash").iterdir())) == 1
 
 
 def test_running_run_is_followed(page, tmp_path):

@@ -25,6 +25,9 @@ ROUTES = {
     "/",
     "/static/{name}",
     "/api/runs",
+    "/api/listing",
+    "/api/runs/{run}/notes",
+    "/api/runs/{run}/delete",
     "/api/runs/{run}",
     "/api/runs/{run}/pulse",
     "/api/runs/{run}/curves",
@@ -160,6 +163,8 @@ FILES = {
     "config.yaml": ODD_YAML,
     "summary.json": ODD_LINES,
     "plugins.json": ODD_LINES,
+    "notes.json": ODD_LINES,
+    "status.json": ODD_LINES,
     "tokenizer.json": ODD_LINES,
 }
 
@@ -169,6 +174,7 @@ def _no_constant(name):
 
 
 ODD_FILE_PATHS = (
+    "/api/listing",
     "/api/runs/one",
     "/api/runs/one/pulse",
     "/api/runs/one/curves",

@@ -3,7 +3,7 @@ import { h, fill, number, shown } from "./dom.js";
 import { address, go, route } from "./route.js";
 import { source } from "./source.js";
 import { FILTER_HELP } from "./filters.js";
-import { runsPage } from "./runs.js";
+import { RUN_FILTER_HELP, runsPage } from "./runs.js";
 import { curvesPage } from "./curves.js";
 import { trajectoriesPage } from "./trajectories.js";
 import { comparePage, settingsPage } from "./about.js";
@@ -12,7 +12,7 @@ const PULSE_MS = 1500;
 const VIEWS = ["curves", "trajectories", "settings"];
 const KEYS = [
   ["j k ↓ ↑", "next, previous"], ["[ ]", "earlier, later step"], ["1 to 5", "messages, tokens, timeline, siblings, raw"],
-  ["/", "filter"], ["g", "group siblings or not"], ["f", "fold all groups"], ["Enter", "open a run"],
+  ["/", "filter"], ["g", "group siblings or not"], ["f", "fold all groups"], ["Enter", "open a run"], ["e x", "tags, note and deletion of a run; select it to compare"],
   ["c t s", "curves, trajectories, settings"], ["r", "all runs"], ["d", "theme: dark, light, system"], ["Esc", "close"], ["?", "this help"],
 ];
 
@@ -68,8 +68,8 @@ async function drawBar(run, view) {
 
 /** The server's state of what is shown, to be compared with its next answer. */
 async function heard(path) {
-  if (!source.isLive || path[0] === "compare") return "";
-  return JSON.stringify(path[0] === "run" ? await source.pulse(path[1]) : await source.runs());
+  if (!source.isLive || path[0] !== "run") return "";
+  return JSON.stringify(await source.pulse(path[1]));
 }
 
 async function pulse() {
@@ -78,6 +78,7 @@ async function pulse() {
     const mine = page;
     try {
       const now = await heard(path);
+      if (mine.isPolled && mine === page) await mine.tick();
       if (now !== seen && mine === page) {
         seen = now;
         await page.tick();
@@ -100,7 +101,8 @@ function openHelp() {
   const pairs = (all) => h("dl", {}, all.map(([name, what]) => [h("dt", {}, name), h("dd", {}, what)]));
   fill(help,
     h("form", { method: "dialog" }, h("h2", {}, "Keys"), h("button", {}, "close")), pairs(KEYS),
-    h("h2", {}, "Filters of trajectories"), pairs(FILTER_HELP));
+    h("h2", {}, "Filters of trajectories"), pairs(FILTER_HELP),
+    h("h2", {}, "Search of runs"), pairs(RUN_FILTER_HELP));
   help.showModal();
 }
 
@@ -115,7 +117,7 @@ function setTheme(theme) {
 }
 
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   if (event.target.closest("input, select, textarea")) return;
   const { path } = route();
   const run = path[0] === "run" ? path[1] : null;

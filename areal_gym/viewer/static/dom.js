@@ -107,6 +107,13 @@ export function signed(value, digits = 3) {
   return (value > 0 ? "+" : "") + number(value, digits);
 }
 
+/** A time in seconds since 1970, as date and time here. */
+export function moment(value) {
+  if (!value) return "–";
+  const at = new Date(value * 1000), two = (n) => String(n).padStart(2, "0");
+  return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${two(at.getHours())}:${two(at.getMinutes())}`;
+}
+
 /** Seconds, for people. */
 export function seconds(value) {
   if (value === null || value === undefined) return "–";

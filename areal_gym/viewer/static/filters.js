@@ -24,23 +24,26 @@ export const FILTER_HELP = [
   ["any words", "in the messages, the task, the error"],
 ];
 
+/** The terms that trajectories are filtered by; other lists have their own. */
+const TRAJECTORY_TERMS = { numbers: NUMBERS, words: WORDS, kinds: KINDS };
+
 /** {tests: [row => bool], text}: what the line asks of a row, and of the dialogue's text. */
-export function parsedFilter(line) {
+export function parsedFilter(line, terms = TRAJECTORY_TERMS) {
   const tests = [], text = [];
   for (const term of line.match(/\S*"[^"]*"|\S+/g) || []) {
-    const test = testOf(term);
+    const test = testOf(term, terms);
     if (test) tests.push(test);
     else text.push(term.replaceAll('"', ""));
   }
   return { tests, text: text.join(" ") };
 }
 
-function testOf(term) {
+function testOf(term, { numbers, words, kinds }) {
   const compared = term.match(/^(-?)([a-z]+)(<=|>=|<|>|=)(-?\d+(?:\.\d+)?)$/);
-  if (compared && NUMBERS[compared[2]]) {
+  if (compared && Object.hasOwn(numbers, compared[2])) {
     const [, minus, name, operator, digits] = compared;
-    const key = NUMBERS[name], limit = Number(digits);
-    return negated(minus, (row) => row[key] !== null && {
+    const key = numbers[name], limit = Number(digits);
+    return negated(minus, (row) => row[key] !== null && row[key] !== undefined && {
       "<": row[key] < limit, "<=": row[key] <= limit, ">": row[key] > limit, ">=": row[key] >= limit, "=": row[key] === limit,
     }[operator]);
   }
@@ -48,9 +51,9 @@ function testOf(term) {
   if (!named) return null;
   const [, minus, name, raw] = named;
   const value = raw.replaceAll('"', "");
-  if (name === "is" && KINDS[value]) return negated(minus, KINDS[value]);
-  if (!WORDS[name]) return null;
-  return negated(minus, (row) => String(row[WORDS[name]] || "").toLowerCase().includes(value.toLowerCase()));
+  if (name === "is" && Object.hasOwn(kinds, value)) return negated(minus, kinds[value]);
+  if (!Object.hasOwn(words, name)) return null;
+  return negated(minus, (row) => String(row[words[name]] || "").toLowerCase().includes(value.toLowerCase()));
 }
 
 function negated(minus, test) {

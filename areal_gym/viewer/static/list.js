@@ -1,8 +1,8 @@
 // The list of a step's trajectories: sorted, filtered, in groups; only visible rows are drawn.
 import { h, s, number, seconds, shown } from "./dom.js";
+import { VirtualRows } from "./virtual.js";
 
 const ROW = 27;
-const SPARE = 12;
 
 const COLUMNS = [
   { key: "place", label: "#", width: "44px", text: (row) => String(row.place) },
@@ -18,8 +18,8 @@ const COLUMNS = [
 
 /** A list that draws only the visible rows. */
 export class TrajectoryList {
+  #view;
   #items = [];
-  #drawn = new Map();
   #folded = new Set();
   #rows = [];
   selected = null;
@@ -30,11 +30,13 @@ export class TrajectoryList {
       h(`button.cell${column.isWide ? ".wide" : ""}${column.isText ? ".words" : ""}`, {
         "data-key": column.key, title: `sort by ${column.label}`, onclick: () => onSort(column.key),
       }, column.label)));
-    this.space = h("div.space");
-    this.scroller = h("div.scroller", { tabindex: "0", "aria-label": "trajectories" }, this.space);
+    this.#view = new VirtualRows("trajectories", () => ROW, (i) => {
+      const item = this.#items[i];
+      return item.row ? this.#row(item.row) : this.#group(item);
+    });
+    this.space = this.#view.space;
+    this.scroller = this.#view.scroller;
     this.element = h("div.list", { style: { "--columns": COLUMNS.map((c) => c.width).join(" ") } }, this.header, this.scroller);
-    this.scroller.addEventListener("scroll", () => this.#draw());
-    new ResizeObserver(() => this.#draw()).observe(this.scroller);
   }
 
   /** Show these rows. `sort`: "-reward" is largest first; `isGrouped`: siblings are next to each other,
@@ -47,9 +49,7 @@ export class TrajectoryList {
     this.#rows = rows;
     const sorted = [...rows].sort((a, b) => direction * compared(a[key], b[key]) || a.place - b.place);
     this.#items = isGrouped ? grouped(sorted, membersOf(all), key, direction, this.#folded) : sorted.map((row) => ({ row }));
-    this.space.style.height = `${this.#items.length * ROW}px`;
-    this.#forget();
-    this.#draw();
+    this.#view.show(this.#items.length);
   }
 
   /** Fold or unfold a group. */
@@ -68,13 +68,8 @@ export class TrajectoryList {
     if (this.selected === place) return;
     this.selected = place;
     const i = this.#items.findIndex((item) => item.row && item.row.place === place);
-    if (i >= 0) {
-      const top = i * ROW, height = this.scroller.clientHeight;
-      if (top < this.scroller.scrollTop + ROW) this.scroller.scrollTop = top - ROW;
-      else if (top > this.scroller.scrollTop + height - 2 * ROW) this.scroller.scrollTop = top - height + 2 * ROW;
-    }
-    this.#forget();
-    this.#draw();
+    if (i >= 0) this.#view.reveal(i);
+    this.#view.redraw();
   }
 
   /** The place of the trajectory `by` rows further; null at the end. */
@@ -83,27 +78,6 @@ export class TrajectoryList {
     if (!places.length) return null;
     const i = places.indexOf(this.selected);
     return i < 0 ? places[0] : places[i + by] ?? null;
-  }
-
-  #forget() {
-    for (const element of this.#drawn.values()) element.remove();
-    this.#drawn.clear();
-  }
-
-  #draw() {
-    const first = Math.max(0, Math.floor(this.scroller.scrollTop / ROW) - SPARE);
-    const end = Math.min(this.#items.length, first + Math.ceil(this.scroller.clientHeight / ROW) + 2 * SPARE);
-    for (const [i, element] of this.#drawn) {
-      if (i < first || i >= end) { element.remove(); this.#drawn.delete(i); }
-    }
-    for (let i = first; i < end; i++) {
-      if (this.#drawn.has(i)) continue;
-      const item = this.#items[i];
-      const element = item.row ? this.#row(item.row) : this.#group(item);
-      element.style.transform = `translateY(${i * ROW}px)`;
-      this.#drawn.set(i, element);
-      this.space.append(element);
-    }
   }
 
   #row(row) {

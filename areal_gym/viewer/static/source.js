@@ -3,7 +3,9 @@
 class Server {
   isLive = true;
 
-  runs() { return ask("/api/runs"); }
+  changes(cursor) { return ask(`/api/listing?since=${encodeURIComponent(cursor)}`); }
+  annotate(run, notes) { return tell(`/api/runs/${encodeURIComponent(run)}/notes`, notes); }
+  remove(run) { return tell(`/api/runs/${encodeURIComponent(run)}/delete`, {}); }
   about(run) { return ask(`/api/runs/${encodeURIComponent(run)}`); }
   pulse(run) { return ask(`/api/runs/${encodeURIComponent(run)}/pulse`); }
   curves(run, after = 0) { return ask(`/api/runs/${encodeURIComponent(run)}/curves?after=${after}`); }
@@ -16,10 +18,14 @@ class Server {
   }
 }
 
-async function ask(path) {
+function tell(path, body) {
+  return ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+}
+
+async function ask(path, options = {}) {
   let answer;
   try {
-    answer = await fetch(path);
+    answer = await fetch(path, options);
   } catch {
     throw new Error("the viewer's server does not answer: has `areal-gym view` ended?");
   }
@@ -36,7 +42,9 @@ class Exported {
 
   constructor(text) { this.#data = JSON.parse(text); }
 
-  async runs() { return this.#data.runs.map((run) => run.about.card); }
+  async changes() {
+    return { cursor: "", is_whole: true, cards: this.#data.runs.map((run) => run.about.card), gone: [], num_unread: 0, is_read_only: true };
+  }
   async about(run) { return this.#run(run).about; }
   async curves(run) { return this.#run(run).curves; } // all of them: nothing comes after
   async rows(run, file) { return this.#run(run).rows[file]; }
