@@ -1,4 +1,4 @@
-"""What people add to a run or remove: tags, a note, and the run itself, which goes to a trash.
+"""Tags and a note that people add to a run, and the trash that deleted runs are moved to.
 
 RUN/notes.json            {"tags": ["baseline"], "note": "learning rate too high"}
 PARENT/.trash/RUN-TIME/   a run that was deleted, whole; moved back, it is there again

@@ -242,7 +242,7 @@ class Run:
 
     @property
     def changed_s(self) -> float:
-        """When its metrics or settings were written last, in seconds since the epoch."""
+        """The time when its metrics or settings were written last, in seconds since the epoch."""
         files = (self.directory.metrics_file, self.directory.config_file)
         return max((stat[1] / 1e9 for stat in map(_facts, files) if stat is not None), default=0.0)
 
