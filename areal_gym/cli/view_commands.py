@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 )
 @click.option("--export", "file", type=PATH, help="Write one HTML file.")
 @click.option(
-    "--read-only", is_flag=True, help="Let nobody tag, annotate or delete runs on the page."
+    "--read-only", is_flag=True, help="Refuse to tag, annotate or delete runs on the page."
 )
 @json_option("Print the URL and the runs as JSON.")
 @common_options
