@@ -19,7 +19,7 @@ FLOORS = (
     ("settings; messages and tokens; templates of plugin packages", ("config", "chat", "scaffold")),
     (
         "parts that need nothing but the floors below",
-        ("models", "sandbox", "loggers", "report", "run_dir", "tasks"),
+        ("models", "sandbox", "loggers", "report", "run_dir", "tasks", "rewards"),
     ),
     ("environments and engines, which do not know each other", ("envs", "engines")),
     (
@@ -58,10 +58,11 @@ MAY_IMPORT = {
     "models": COMMON,
     "sandbox": COMMON,
     "loggers": COMMON,
+    "rewards": COMMON | {"sandbox="},
     "report": COMMON | {"run_dir"},
     "run_dir": COMMON,
     "tasks": COMMON,
-    "envs": COMMON | {"sandbox.base", "sandbox=", "tasks"},
+    "envs": COMMON | {"sandbox.base", "sandbox=", "tasks", "rewards"},
     "engines": COMMON | {"models"},
     "agents": COMMON | {"envs.base", "envs.tools", "engines.base", "sandbox.base"},
     "recording": COMMON | {"engines.base", "envs.base"},
@@ -77,10 +78,10 @@ MAY_IMPORT = {
     "plan": COMMON | {"models", "trainer"},
     "runs": COMMON
     | {"agents", "distributed", "engines", "envs", "gateway", "loggers", "models", "recording"}
-    | {"report", "rollout", "run_dir", "sandbox", "tasks", "trainer", "warm_start"},
+    | {"report", "rewards", "rollout", "run_dir", "sandbox", "tasks", "trainer", "warm_start"},
     "cli": COMMON
     | {"plan", "runs", "run_dir", "report", "scaffold", "viewer", "envs.server", "envs.base"}
-    | {"envs.checker", "envs.tau2", "envs.contamination", "tasks", "_gymnasium"},
+    | {"envs.checker", "envs.tau2", "envs.contamination", "tasks", "rewards", "_gymnasium"},
     "testing": COMMON | {"trainer"},
     "_gymnasium": {"plugins"},
     "__main__": {"cli"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from areal_gym.plugins import EnvSpec, RetrieverSpec, hookimpl
+from areal_gym.plugins import EnvSpec, RetrieverSpec, RewardSpec, hookimpl
 
 _HALVES = ({"id": "tir", "weight": 0.5}, {"id": "math", "weight": 0.5})
 _MATH, _TAU2 = "math:MathEnv", "tau2.tau2_env:Tau2Env"
@@ -87,3 +87,17 @@ def register_retrievers() -> Iterable[RetrieverSpec]:
     ):
         entry_point = f"areal_gym.envs.search.retrievers:{name}"
         yield RetrieverSpec(id=id, entry_point=entry_point, summary=summary)
+
+
+# Id, object, summary, required packages.
+_REWARDS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("exact", "rewards.text_rewards:Exact", "1 if the text is the answer", ()),
+)
+
+
+@hookimpl
+def register_rewards() -> Iterable[RewardSpec]:
+    """Offer the rewards that come with areal-gym."""
+    for id, place, summary, requires in _REWARDS:
+        entry_point = f"areal_gym.{place}"
+        yield RewardSpec(id=id, entry_point=entry_point, summary=summary, requires=requires)

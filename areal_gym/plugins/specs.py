@@ -140,6 +140,22 @@ class ToolSpec(Spec, kind="tool", plural="tools"):
     """A tool: an `areal_gym.Tool` object, made by `@areal_gym.tool`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RewardSpec(
+    Spec,
+    kind="reward",
+    plural="rewards",
+    set_by='"env.kwargs.reward={{reward: {id}, kwargs: {{NAME: VALUE}}}}"',
+):
+    """A reward: a function of a completion and its row, or a class of such (`areal_gym.rewards`).
+
+    It gets what it names in its signature, and returns a number or named parts.
+    """
+
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the function or the class; the user's settings override them."""
+
+
 class RetrieverSpec(Spec, kind="retriever", plural="retrievers"):
     """A retriever for `search`: a class with the protocol in `areal_gym.envs.search.retrievers`."""
 

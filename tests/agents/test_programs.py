@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from areal_gym.agents.base import Agent
-from areal_gym.agents.black_box import AnthropicFunctionAgent, OpenAIFunctionAgent, load_function
+from areal_gym.agents.black_box import AnthropicFunctionAgent, OpenAIFunctionAgent
 from areal_gym.agents.chat import HumanAgent
 from areal_gym.agents.openai_agents import OpenAIAgentsAgent
 from areal_gym.agents.plugin import register_agents
@@ -346,30 +346,6 @@ def test_agent_used_as_a_tool_of_another_agent():
     assert trajectory.reward == 1.0
     turns = sorted(len({s.turn for s in branch}) for branch in trajectory.branches)
     assert turns == [1, 1, 2]  # two helpers at once, and the boss before and after
-
-
-def test_load_function_by_module_name_or_file(tmp_path):
-    assert load_function("json:dumps") is json.dumps
-    file = tmp_path / "mine.py"
-    file.write_text("def solve(client, task):\n    return 1\n")
-    assert load_function(f"{file}:solve")(None, None) == 1
-    for path, expected in (
-        ("json:dump_all", "did you mean"),
-        ("nothing_there:x", "nothing_there"),
-        (f"{tmp_path}/no.py:x", "no file"),
-        ("solve", "names no function"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            load_function(path)
-        assert expected in str(caught.value) + " ".join(caught.value.hints)
-
-
-def test_load_function_names_the_missing_package(tmp_path):
-    file = tmp_path / "theirs.py"
-    file.write_text("import nowhere_to_be_found\n")
-    with pytest.raises(ConfigError, match="No module named 'nowhere_to_be_found'") as caught:
-        load_function(f"{file}:solve")
-    assert caught.value.hints[0].startswith("nowhere_to_be_found must be installed")
 
 
 def test_agents_can_be_pickled(tmp_path, monkeypatch):

@@ -1,0 +1,253 @@
+"""Calls a user's functions so that one that hangs stops nothing else.
+
+    plain function   a worker thread; the caller blocks for a millisecond at most, which is enough
+                     for nearly all, and then awaits the result
+    coroutine        an event loop on a thread of its own, for it may block where it should await
+
+A thread cannot be killed. One whose time is over is sent an exception, which ends loops written in
+Python, and is never used again; a call that waits inside of a C function lives on until it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+MAX_THREADS = 32
+"""Calls of one function at a time. Later ones wait for a thread, which their limit does not count.
+"""
+_GRACE_S = 0.001
+"""How long the event loop may be blocked by a function that was as fast before."""
+_PROBE_S = 1.0
+
+_num_forks = 0
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1  # threads are not inherited
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class CallTimeoutError(Exception):
+    """A call did not end in time. (A TimeoutError would be one of the function's own.)"""
+
+
+class _TimeOverError(BaseException):
+    """Raised inside of a function whose time is over; `except Exception` does not catch it."""
+
+
+class _Worker:
+    """A thread that makes one call after the other; `done` is released after each."""
+
+    def __init__(self) -> None:
+        self.function: Callable[..., Any] | None = None
+        self.arguments: Mapping[str, Any] = {}
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+        self.wake: Callable[[], object] | None = None
+        self.is_abandoned = False
+        self.start, self.done = threading.Lock(), threading.Lock()
+        self.start.acquire()
+        self.done.acquire()
+        self.thread = threading.Thread(target=self._work, name="areal-gym-reward", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        with contextlib.suppress(_TimeOverError):
+            while not self.is_abandoned:
+                self.start.acquire()
+                assert self.function is not None
+                begin_s = time.perf_counter()
+                try:
+                    self.value = self.function(**self.arguments)
+                except BaseException as error:  # SystemExit, too
+                    self.error = error
+                self.seconds = time.perf_counter() - begin_s
+                self.done.release()
+                # Read after the release: a caller sets it before looking at `done` once more.
+                if (wake := self.wake) is not None:
+                    wake()
+
+    def abandon(self, *, is_interrupted: bool) -> None:
+        """Never use it again; interrupt what it does if that is Python."""
+        self.is_abandoned = True
+        if is_interrupted:
+            interrupt_thread(self.thread)
+
+
+def interrupt_thread(thread: threading.Thread) -> None:
+    """Raise an exception in the thread, at its next instruction of Python."""
+    if thread.ident is not None:
+        kind = ctypes.py_object(_TimeOverError)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), kind)
+
+
+class ThreadedCalls:
+    """Calls one function in worker threads."""
+
+    def __init__(self, function: Callable[..., Any], timeout_s: float) -> None:
+        self._function = function
+        self._timeout_s = timeout_s
+        self._was_fast = True
+        self._reset()
+
+    def _reset(self) -> None:
+        self._idle: list[_Worker] = []
+        self._workers: set[_Worker] = set()
+        self._queue: deque[Callable[[], object]] = deque()
+        self._num_forks = _num_forks
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+        """Return the function's result and what it raised; a CallTimeoutError when time is over."""
+        if self._num_forks != _num_forks:
+            self._reset()
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = await self._new_worker()
+        worker.function, worker.arguments = self._function, arguments
+        worker.start.release()
+        if not (self._was_fast and worker.done.acquire(timeout=_GRACE_S)):
+            await self._finish(worker)
+        self._was_fast = worker.seconds < _GRACE_S
+        value, error = worker.value, worker.error
+        worker.value = worker.error = worker.wake = None
+        self._idle.append(worker)
+        self._wake_next()
+        return value, error
+
+    def _wake_next(self) -> None:
+        if self._queue:
+            self._queue.popleft()()
+
+    async def _new_worker(self) -> _Worker:
+        while len(self._workers) >= MAX_THREADS:
+            wake, future = _waker()
+            self._queue.append(wake)
+            try:
+                await future
+            except asyncio.CancelledError:
+                if wake in self._queue:
+                    self._queue.remove(wake)
+                else:  # the thread that came free is for the next
+                    self._wake_next()
+                raise
+            with contextlib.suppress(IndexError):
+                return self._idle.pop()
+        worker = _Worker()
+        self._workers.add(worker)
+        return worker
+
+    async def _finish(self, worker: _Worker) -> None:
+        """Wait for the end of a call without blocking the event loop."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._timeout_s
+        try:
+            while True:
+                wake, future = _waker()
+                worker.wake = wake
+                if worker.done.acquire(blocking=False):
+                    return
+                if loop.time() >= end_s:
+                    raise CallTimeoutError
+                timer = loop.call_at(end_s, wake)
+                try:
+                    await future  # a wake of the call before is possible: look again
+                finally:
+                    timer.cancel()
+        except BaseException as error:
+            self._workers.discard(worker)
+            worker.abandon(is_interrupted=isinstance(error, CallTimeoutError))
+            self._wake_next()
+            raise
+
+
+def _waker() -> tuple[Callable[[], object], asyncio.Future[None]]:
+    """Return a future of the running loop, and a function of any thread that ends the wait."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def end() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
+            loop.call_soon_threadsafe(end)
+
+    return wake, future
+
+
+class _CoroutineThread:
+    """An event loop on a thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.num_forks = _num_forks
+        self.thread = threading.Thread(target=self._work, name="areal-gym-rewards", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        with contextlib.suppress(_TimeOverError):
+            self.loop.run_forever()
+
+
+_lock = threading.Lock()
+_coroutine_thread: _CoroutineThread | None = None
+
+
+async def run_coroutine(awaitable: Awaitable[Any], timeout_s: float) -> Any:
+    """Return a coroutine's result; a CallTimeoutError when time is over, even if it never awaits.
+
+    It raises what the coroutine raises.
+    """
+    global _coroutine_thread
+    with _lock:
+        thread = _coroutine_thread
+        if thread is None or thread.num_forks != _num_forks:
+            thread = _coroutine_thread = _CoroutineThread()
+    running = asyncio.run_coroutine_threadsafe(_contained(awaitable), thread.loop)
+    result = asyncio.wrap_future(running)
+    done, _ = await _wait(result, timeout_s)
+    if done:
+        return result.result()
+    result.cancel()
+    probe = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), thread.loop)
+    answered, _ = await _wait(asyncio.wrap_future(probe), _PROBE_S)
+    if not answered:  # the loop is blocked: later coroutines get another one
+        with _lock:
+            if _coroutine_thread is thread:
+                _coroutine_thread = None
+                interrupt_thread(thread.thread)
+    raise CallTimeoutError
+
+
+async def _contained(awaitable: Awaitable[Any]) -> Any:
+    """Await it; what would end the loop or look like our own cancellation is an error of its."""
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise RuntimeError(f"it raised {error!r}") from error
+
+
+async def _wait(future: asyncio.Future[Any], timeout_s: float) -> tuple[set[Any], set[Any]]:
+    """Wait for the future; a cancellation of the caller is passed on to it."""
+    try:
+        return await asyncio.wait({future}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
