@@ -1,4 +1,4 @@
-"""What a reward function is given, and what it may return."""
+"""The input of a reward function, and the scores that it may return."""
 
 from __future__ import annotations
 
