@@ -47,6 +47,7 @@ CHANNELS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("distributed", {"bucket_mb": 25}),  # several buckets: one is gathered while one is sent
     ("disk", {}),
     ("tensor", {}),
+    ("tensor", {"handles": False}),
     ("delta", {}),
 )
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,45 @@ def has_bfloat16(device: torch.device) -> bool:
 def has_varlen_attention(device: torch.device) -> bool:
     """Return whether torch's variable-length attention runs on the device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def device_uuid(device: torch.device) -> str:
+    """Return the id of an accelerator, which every process gives it; numbers differ."""
+    return str(torch.get_device_module(device).get_device_properties(device).uuid)
+
+
+def own_gpu() -> str | None:
+    """Return the name of this process' current GPU, as `visible_gpu` has it; None without one."""
+    if accelerator() != "cuda":
+        return None
+    return visible_gpu(os.environ, torch.accelerator.current_device_index())
+
+
+def visible_gpu(environment: Mapping[str, str], index: int) -> str | None:
+    """Return how the driver names the GPU that a process with this environment gives a number.
+
+    Equal names are one GPU of a machine. None where other variables than CUDA's choose GPUs.
+    """
+    if environment.keys() & {"HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}:
+        return None
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    names = [str(index)] if visible is None else [name.strip() for name in visible.split(",")]
+    place = 0 if visible is None else index
+    order = environment.get("CUDA_DEVICE_ORDER", "")
+    return f"{order}:{names[place]}" if place < len(names) and names[place] else None
+
+
+def finish_work(device: torch.device) -> None:
+    """Return when an accelerator has done what this thread has asked for."""
+    if is_accelerator(device):
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def release_shared_memory(device: torch.device) -> None:
+    """Free the accelerator's memory that other processes had opened and have closed."""
+    collect = getattr(torch.get_device_module(device), "ipc_collect", None)
+    if is_accelerator(device) and collect is not None:
+        collect()
 
 
 def profiler_activities(device: torch.device) -> set[torch.profiler.ProfilerActivity]:

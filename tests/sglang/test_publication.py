@@ -31,7 +31,7 @@ CHANNELS = [
     ("disk", {}),
     ("disk", {"dtype": "bfloat16"}),
     ("tensor", {}),
-    ("tensor", {"bucket_mb": 0.05}),
+    ("tensor", {"bucket_mb": 0.05, "handles": False}),
     ("distributed", {}),
     ("distributed", {"bucket_mb": 0.05}),
 ]

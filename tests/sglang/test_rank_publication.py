@@ -1,6 +1,7 @@
 """The trainer's ranks publish themselves: what servers get, and what happens to lost servers."""
 
 import asyncio
+import hashlib
 import os
 import signal
 
@@ -17,8 +18,10 @@ from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
+from areal_gym.trainer.weight_sync.base import update_session
 from areal_gym.trainer.weight_sync.disk import WriteFiles
 from areal_gym.trainer.weight_sync.rank_tasks import TrainerWeights
+from areal_gym.trainer.weight_sync.tensor import _Post, _Routes
 from tests._support.sglang_suite import ask, checksums, engine_over, sync_of
 from tests._support.tiny_training import batch
 
@@ -120,9 +123,9 @@ def test_server_of_two_workers_gets_its_weights_by_every_channel(
             base = sync_of(engine, "disk", tmp_path / "disk", dtype="bfloat16")
             await base.publish(weights.items(), 1)
             expected = await checksums(url)
-            for version, (id, kwargs) in enumerate(
-                [*CHANNELS[1:], ("delta", {"relay_port": port})], start=1
-            ):
+            values, delta = {"handles": False}, {"relay_port": port}
+            channels = [*CHANNELS[1:], ("tensor", values), ("delta", delta)]
+            for version, (id, kwargs) in enumerate(channels, start=1):
                 await base.publish(load_checkpoint(policies[0]).state_dict().items(), 2 * version)
                 assert await checksums(url) != expected
                 sync = sync_of(engine, id, tmp_path / id, dtype="bfloat16", **kwargs)
@@ -133,6 +136,34 @@ def test_server_of_two_workers_gets_its_weights_by_every_channel(
 
     with running_server(kind, policies[0], tmp_path / "two.log", "--tp-size", "2") as (url, _):
         asyncio.run(play(url))
+
+
+class PostByRank(_Post):
+    """Sends handles of the second rank's memory, as where the server's worker is on its GPU."""
+
+    def _routes(self, side):
+        return _Routes(num_workers={self.urls[0]: 1}, by_gpu={self.urls[0]: [1]})
+
+
+def test_each_worker_gets_the_handles_of_the_rank_beside_it(kind, server, policies, two_ranks):
+    if kind == "real":
+        pytest.skip("only the choice of the rank differs, which the stand-in shows")
+
+    async def play():
+        async with engine_over(policies[0], server) as engine:
+            for version in (1, 2):
+                two_ranks.step(batch(version), version)
+                async with engine.updating(version) as servers, update_session(servers):
+                    task = PostByRank((server,), version, 20_000, None, os.getpid())
+                    assert await asyncio.to_thread(two_ranks.run_in_ranks, task) == []
+                rows = {name: tensor.float() for name, tensor in two_ranks.weights()}
+                digests = {
+                    name: hashlib.sha256(row.contiguous().numpy().tobytes()).hexdigest()[:16]
+                    for name, row in rows.items()
+                }
+                assert await checksums(server) == digests
+
+    asyncio.run(play())
 
 
 def test_files_are_divided_among_the_ranks(policies, two_ranks, tmp_path):

@@ -51,7 +51,11 @@ class _Unpickler(pickle.Unpickler):
         ("types", "SimpleNamespace"),
         ("torch", "Size"),
         ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch", "Tensor"),
         ("torch.storage", "UntypedStorage"),
+        ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
+        ("torch.multiprocessing.reductions", "rebuild_tensor"),
+        ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
     )
 
     def find_class(self, module: str, name: str) -> Any:
@@ -77,7 +81,7 @@ def unpacked(serialized: str, load_format: str | None) -> dict[str, Any]:
     raw = base64.b64decode(serialized)
     content = _Unpickler(io.BytesIO(raw)).load()
     if load_format == "flattened_bucket":
-        flat = content["flattened_tensor"]
+        flat = content["flattened_tensor"].clone()  # shared memory, whose owner fills it again
         return {
             meta.name: flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
             for meta in content["metadata"]

@@ -27,10 +27,10 @@ from areal_gym.models.process_groups import join_group
 from areal_gym.trainer.weight_sync.flat_buckets import FlatBucket, flat_buckets
 from areal_gym.trainer.weight_sync.rank_posts import (
     Body,
-    num_workers,
     on_each,
     own_address,
     request,
+    server_info,
 )
 from areal_gym.trainer.weight_sync.rank_tasks import OneAhead, RankSide
 from areal_gym.utils.http_servers.addresses import is_loopback, listen
@@ -210,7 +210,8 @@ def _num_workers(url: str) -> int:
     Raises:
         EngineError: the server's layers are spread over processes, which SGLang gives no weights.
     """
-    num_tensor, num_stages = num_workers(url)
+    info = server_info(url)
+    num_tensor, num_stages = (int(info.get(key) or 1) for key in ("tp_size", "pp_size"))
     if num_stages > 1:
         raise EngineError(
             f"{url} runs {num_stages} pipeline stages, whose workers a broadcast does not "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from areal_gym.errors import TrainError
-from areal_gym.trainer.weight_sync.rank_tasks import cast
 
 if TYPE_CHECKING:
     from areal_gym.trainer.base import Weights
@@ -43,7 +42,7 @@ class FlatBucket:
 
 
 def flat_buckets(
-    weights: Weights, max_bytes: int, dtype: torch.dtype | None = None
+    weights: Weights, max_bytes: int, allocate: Callable[[int], Tensor] | None = None
 ) -> Iterator[FlatBucket]:
     """Yield the weights in order, in buckets of at most `max_bytes`; a larger tensor has its own.
 
@@ -51,23 +50,30 @@ def flat_buckets(
     been sent before the next but one is asked for. A tensor begins at a multiple of its type's
     size, as receivers demand, or else in the next bucket.
 
+    Buckets lie on the device of the weights, or else in what `allocate` returns.
+
     Raises:
         TrainError: there are no weights.
     """
     buffers: dict[int, Tensor] = {}
     bucket, end, num_yielded = FlatBucket(), 0, 0
     for name, weight in weights:
-        tensor = cast(weight.detach(), dtype)
+        tensor = weight.detach()
         size = tensor.numel() * tensor.element_size()
         if bucket.names and (end + size > max_bytes or end % tensor.element_size()):
             yield bucket
             bucket, end, num_yielded = FlatBucket(), 0, num_yielded + 1
         bucket.add(name, tensor)
         if size > max_bytes:
-            bucket.flat, end = tensor.contiguous().flatten().view(torch.uint8), size
+            flat = tensor.contiguous().flatten().view(torch.uint8)
+            bucket.flat, end = flat if allocate is None else allocate(size).copy_(flat), size
             continue
         if (turn := num_yielded % 2) not in buffers:
-            buffers[turn] = torch.empty(max_bytes, dtype=torch.uint8, device=tensor.device)
+            buffers[turn] = (
+                torch.empty(max_bytes, dtype=torch.uint8, device=tensor.device)
+                if allocate is None
+                else allocate(max_bytes)
+            )
         buffer = buffers[turn]
         buffer[end : end + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         end += size

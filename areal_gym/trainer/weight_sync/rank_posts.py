@@ -101,15 +101,14 @@ def on_each(
     return answers, failures
 
 
-def num_workers(url: str) -> tuple[int, int]:
-    """Return a server's tensor-parallel workers and pipeline stages, which a restart may change.
+def server_info(url: str) -> dict[str, Any]:
+    """Return a server's settings as it tells them, which a restart may change.
 
     Raises:
         EngineError: the server does not tell.
     """
     info = request("GET", url, "/server_info", timeout_s=_QUICK_S)
-    facts = (info.get("internal_states") or [info])[0]
-    return int(facts.get("tp_size") or 1), int(facts.get("pp_size") or 1)
+    return {**info, **(info.get("internal_states") or [{}])[0]}
 
 
 def own_address(url: str) -> str:

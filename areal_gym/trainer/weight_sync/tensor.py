@@ -1,4 +1,4 @@
-"""Sends weights in the body of requests: no shared file system, no process group."""
+"""Sends weights in requests: as handles of memory to servers of this machine, else by value."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import asyncio
 import base64
 import io
 import json
+import os
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from areal_gym.engines.base import Engine
 from areal_gym.errors import EngineError
+from areal_gym.models.device import finish_work, own_gpu, release_shared_memory, visible_gpu
 from areal_gym.trainer.base import Weights
 from areal_gym.trainer.weight_sync.base import require_remote, sent_type, update_session
 from areal_gym.trainer.weight_sync.flat_buckets import FlatBucket, flat_buckets
-from areal_gym.trainer.weight_sync.rank_posts import Body, num_workers, on_each, request
+from areal_gym.trainer.weight_sync.local_servers import find_local_server, is_descendant
+from areal_gym.trainer.weight_sync.memory_handles import handle_of, host_buffer, metadata_of
+from areal_gym.trainer.weight_sync.rank_posts import Body, on_each, request, server_info
 from areal_gym.trainer.weight_sync.rank_tasks import OneAhead, RankSide, run_task
 
 _TRANSFER_S = 600.0
@@ -31,17 +35,22 @@ _PIECE_BYTES = 3 * 2**18
 class TensorWeightSync:
     """Sends tensors in buckets of limited size, one request each (SGLang's `flattened_bucket`).
 
-    Rank 0 of the trainer sends them, by value: SGLang's alternative, handles of shared memory,
-    crashes a server that is not a child of the sender. A bucket is encoded once. On the wire it is
-    repeated for each tensor-parallel worker of a server, of which each reads its own copy only:
-    with many, `delta` or `distributed` send less.
+    Where it can, the request has a handle only, of memory that the server's workers open: on GPUs
+    that ranks and servers share (`trainer.colocate`) CUDA IPC, each rank's to the worker on its own
+    GPU; to other servers that this run has started on rank 0's machine, shared memory of the host.
+
+    Everywhere else rank 0 sends the values. They are encoded once, and repeated on the wire for
+    each tensor-parallel worker of a server, of which each reads its own copy only: with many,
+    `delta` or `distributed` send less.
 
     Args:
         engine: an engine with servers.
         directory: not used.
-        bucket_mb: the size of a bucket, in 10^6 bytes; about four copies are in memory. Pickling a
-            bucket holds Python's lock, so that a trainer in a thread wants small ones.
+        bucket_mb: the size of a bucket, in 10^6 bytes; two are in memory, and about two more when
+            values are sent. Pickling those holds Python's lock, so that a trainer in a thread
+            wants small ones.
         dtype: the type that is sent ("bfloat16" halves it); that of the weights by default.
+        handles: whether handles may be sent; if false, always values.
     """
 
     def __init__(
@@ -51,10 +60,12 @@ class TensorWeightSync:
         directory: Path | None = None,
         bucket_mb: float = 32,
         dtype: str | None = None,
+        handles: bool = True,
     ) -> None:
         self._engine = require_remote(engine, "tensor")
         self._bucket_bytes = int(bucket_mb * 1e6)
         self._dtype = sent_type(dtype)
+        self._driver = os.getpid() if handles else None
         self._kept: dict[str, Any] = {}
 
     async def publish(self, weights: Weights, version: int) -> None:
@@ -65,12 +76,24 @@ class TensorWeightSync:
         """
         async with self._engine.updating(version) as servers, update_session(servers) as alive:
             urls = tuple(server.url for server in alive)
-            task = _Post(urls, version, self._bucket_bytes, self._dtype)
+            task = _Post(urls, version, self._bucket_bytes, self._dtype, self._driver)
             failed = await asyncio.to_thread(run_task, weights, task, self._kept)
             alive[:] = [server for server in alive if server.url not in failed]
 
     async def aclose(self) -> None:
         """Do nothing: nothing is held."""
+
+
+@dataclass(slots=True)
+class _Routes:
+    """How each server gets the weights; those in none of the sets are sent values."""
+
+    num_workers: dict[str, int] = field(default_factory=dict)
+    by_gpu: dict[str, list[int]] = field(default_factory=dict)
+    """The rank on the GPU of each worker."""
+    by_memory: set[str] = field(default_factory=set)
+    """The servers that open the host's memory."""
+    failures: dict[str, EngineError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,62 +108,117 @@ class _Post:
     version: int
     bucket_bytes: int
     dtype: torch.dtype | None
+    driver: int | None
+    """The process that drives the run, if handles may be sent: its servers end with it."""
 
     def __call__(self, side: RankSide) -> list[str]:
         """Gather in every rank, and send from the first."""
-        failures: dict[str, EngineError] = {}
-        error = None
-        if side.ranks.rank:
+        routes = self._routes(side)
+        if side.ranks.rank and not routes.by_gpu:
             for _ in side.weights(self.dtype):
                 pass  # gathered with the others
-        else:
-            sizes, failures = on_each(self.urls, num_workers)
-            sending = OneAhead()
-            for bucket in flat_buckets(side.weights(self.dtype), self.bucket_bytes):
-                sending.run(self._send, bucket, sizes, failures)
-            error = sending.close()
-        side.agree(error)
-        return list(failures)
+            return side.agree(None) or []
+        allocate = host_buffer if routes.by_memory and not routes.by_gpu else None
+        sending, device = OneAhead(), None
+        for bucket in flat_buckets(side.weights(self.dtype), self.bucket_bytes, allocate):
+            # From here on the others may fill the buffers of the bucket that was sent last.
+            sending.wait()
+            handles = self._gpu_handles(side, routes, bucket)
+            if side.ranks.rank == 0:
+                sending.run(self._send, bucket, routes, handles)
+            device = bucket.flat.device
+        side.agree(sending.close())
+        if routes.by_gpu and device is not None:
+            release_shared_memory(device)
+        return list(routes.failures)
+
+    def _routes(self, side: RankSide) -> _Routes:
+        gpus = side.gather(own_gpu() if self.driver is not None else None)
+        routes = _Routes()
+        if side.ranks.rank == 0:
+            infos, routes.failures = on_each(self.urls, server_info)
+            for url, info in infos.items():
+                routes.num_workers[url] = int(info.get("tp_size") or 1)
+                if self.driver is not None:
+                    self._find_route(routes, url, info, gpus)
+        return side.gather(routes)[0] if any(gpus) else routes
+
+    def _find_route(
+        self, routes: _Routes, url: str, info: dict[str, Any], gpus: list[str | None]
+    ) -> None:
+        assert self.driver is not None
+        server = find_local_server(url)
+        if server is None:
+            return
+        first, step = int(info.get("base_gpu_id") or 0), int(info.get("gpu_id_step") or 1)
+        numbers = range(first, first + step * routes.num_workers[url], step)
+        needed = [visible_gpu(server.environment, number) for number in numbers]
+        if all(gpu is not None and gpu in gpus for gpu in needed):
+            routes.by_gpu[url] = [gpus.index(gpu) for gpu in needed]
+        elif is_descendant(self.driver) and server.is_below(self.driver):
+            routes.by_memory.add(url)
+
+    def _gpu_handles(
+        self, side: RankSide, routes: _Routes, bucket: FlatBucket
+    ) -> dict[tuple[str, int], bytes]:
+        """Return all ranks' handles of a bucket, by server and worker."""
+        if not routes.by_gpu:
+            return {}
+        finish_work(bucket.flat.device)
+        mine = {
+            (url, worker): handle_of(bucket, bucket.flat)
+            for url, ranks in routes.by_gpu.items()
+            for worker, rank in enumerate(ranks)
+            if rank == side.ranks.rank
+        }
+        return {key: handle for part in side.gather(mine) for key, handle in part.items()}
 
     def _send(
-        self,
-        bucket: FlatBucket,
-        sizes: dict[str, tuple[int, int]],
-        failures: dict[str, EngineError],
+        self, bucket: FlatBucket, routes: _Routes, handles: dict[tuple[str, int], bytes]
     ) -> None:
-        fields = {"load_format": "flattened_bucket", "flush_cache": bucket.is_last}
-        version = {"weight_version": str(self.version)} if bucket.is_last else {}
-        payload = [b'"', *encoded(bucket), b'"']
+        failures = routes.failures
+        urls = [url for url in self.urls if url not in failures]
+        in_memory = self._in_memory(bucket.flat) if routes.by_memory.intersection(urls) else None
+        by_memory = routes.by_memory if in_memory is not None else set()
+        values = list(encoded(bucket)) if set(urls) - by_memory - routes.by_gpu.keys() else []
 
         def send(url: str) -> None:
-            again = [b",", *payload] * (sizes[url][0] - 1)  # for each tensor-parallel worker
-            head = b'{"serialized_named_tensors": ['
-            tail = b"], " + json.dumps({**fields, **version}).encode()[1:]
-            body = Body([head, *payload, *again, tail])
+            workers = range(routes.num_workers[url])
+            if url in routes.by_gpu:
+                payloads = [[handles[url, worker]] for worker in workers]
+            elif url in by_memory and in_memory is not None:
+                payloads = [[handle_of(bucket, in_memory)] for _ in workers]
+            else:
+                payloads = [values for _ in workers]
+            body = self._body(payloads, bucket.is_last)
             request("POST", url, "/update_weights_from_tensor", body, timeout_s=_TRANSFER_S)
 
-        _, failed = on_each((url for url in self.urls if url not in failures), send)
+        _, failed = on_each(urls, send)
         failures.update(failed)
         if len(failures) == len(self.urls):
             raise next(iter(failures.values()))
 
+    def _in_memory(self, flat: Tensor) -> Tensor | None:
+        """Return a bucket's bytes in shared memory; None if it has no room."""
+        if flat.device.type != "cpu":
+            flat = host_buffer(len(flat)).copy_(flat)
+        return flat if flat.is_shared() else None
+
+    def _body(self, payloads: list[list[bytes]], is_last: bool) -> Body:
+        fields: dict[str, Any] = {"load_format": "flattened_bucket", "flush_cache": is_last}
+        if is_last:
+            fields["weight_version"] = str(self.version)
+        pieces = [b'{"serialized_named_tensors": ']
+        for number, payload in enumerate(payloads):
+            pieces += [b', "' if number else b'["', *payload, b'"']
+        return Body([*pieces, b"], " + json.dumps(fields).encode()[1:]])
+
 
 def encoded(bucket: FlatBucket) -> Iterator[bytes]:
-    """Yield the pieces of a bucket as SGLang reads it: pickled and in base64.
-
-    SGLang reads the metadata by attribute only, so they need not be of its own class, which the
-    trainer does not have; plain namespaces pass its unpickler.
-    """
-    metadata = []
-    start = 0
-    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        end = start + shape.numel() * dtype.itemsize
-        facts = {"name": name, "shape": shape, "dtype": dtype, "numel": end - start}
-        metadata.append(SimpleNamespace(**facts, start_idx=start, end_idx=end))
-        start = end
+    """Yield the pieces of a bucket's values as SGLang reads them: pickled and in base64."""
     stream = io.BytesIO()
     # A view would be pickled with all of the buffer that it is a part of.
-    content = {"flattened_tensor": bucket.flat.cpu().clone(), "metadata": metadata}
+    content = {"flattened_tensor": bucket.flat.cpu().clone(), "metadata": metadata_of(bucket)}
     pickle.dump(content, stream, protocol=pickle.HIGHEST_PROTOCOL)
     with stream.getbuffer() as raw:
         for begin in range(0, len(raw), _PIECE_BYTES):

@@ -1,0 +1,156 @@
+"""Weights for servers of this machine: which of them map memory, and what is sent to the others."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_gym.config import PluginConfig
+from areal_gym.engines.sglang import SGLangEngine
+from areal_gym.models.device import visible_gpu
+from areal_gym.trainer.weight_sync import make_weight_sync
+from areal_gym.trainer.weight_sync.flat_buckets import flat_buckets
+from areal_gym.trainer.weight_sync.local_servers import find_local_server, is_descendant
+from areal_gym.trainer.weight_sync.memory_handles import host_buffer
+from areal_gym.trainer.weight_sync.tensor import _Post, _Routes
+from tests._support.sglang_servers import POLICY, fake, website
+
+WEIGHTS = {
+    "small": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "odd": torch.tensor([1, -2, 3], dtype=torch.int8),
+    "large": torch.linspace(-1, 1, 30_000).reshape(100, 300).bfloat16(),
+}
+LISTEN = """
+import socket, sys
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+ROUTE = "/update_weights_from_tensor"
+
+
+@pytest.mark.parametrize(
+    ("handles", "bucket_mb", "limit"),
+    [(True, 1, 1500), (True, 0.01, 1500), (False, 1, None)],
+)
+def test_server_of_this_run_gets_handles_only(tmp_path, handles, bucket_mb, limit):
+    sizes = []
+
+    async def note(request):
+        if request.path == ROUTE:
+            sizes.append(len(await request.read()))
+
+    async def play():
+        async with fake() as server, website(note, behind=server) as url:
+            engine = SGLangEngine(POLICY, urls=[url])
+            await engine.start()
+            settings = PluginConfig(
+                id="tensor", kwargs={"handles": handles, "bucket_mb": bucket_mb}
+            )
+            sync = make_weight_sync(engine, settings, directory=tmp_path)
+            for version in (1, 2):  # the second one fills the same buffers
+                weights = {name: tensor * version for name, tensor in WEIGHTS.items()}
+                await sync.publish(weights.items(), version)
+                assert server._weights.keys() == weights.keys()
+                for name, tensor in weights.items():
+                    assert torch.equal(server._weights[name], tensor), name
+            await engine.aclose()
+
+    asyncio.run(play())
+    if limit is None:
+        assert max(sizes) > 60_000
+    else:
+        assert max(sizes) < limit, sizes
+
+
+@pytest.fixture(scope="module")
+def silent_server(tmp_path_factory):
+    """A process that listens with torch, and sees two GPUs in another order."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "3,2"}
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import torch\n{LISTEN}"], env=environment, **pipes
+    ) as process:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}", process
+        process.stdin.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_process_of_a_local_server(silent_server):
+    url, process = silent_server
+    server = find_local_server(url)
+    assert server.pid == process.pid
+    assert server.is_below(os.getpid())
+    assert not server.is_below(process.pid + 1)
+    assert is_descendant(os.getppid())
+    assert find_local_server("http://127.0.0.1:1") is None
+    assert find_local_server("http://host.invalid:80") is None
+
+
+def test_listener_without_torch_is_a_tunnel():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", LISTEN], **pipes) as process:
+        assert find_local_server(f"http://127.0.0.1:{int(process.stdout.readline())}") is None
+        process.stdin.close()
+
+
+@pytest.mark.parametrize(
+    ("info", "gpus", "ranks"),
+    [
+        ({}, [":3"], [0]),
+        ({"tp_size": 2}, [":2", ":3"], [1, 0]),
+        ({"base_gpu_id": 1}, [":0", ":1", ":2"], [2]),
+        ({"tp_size": 2}, [":3"], None),  # the second worker's GPU is no rank's
+        ({"base_gpu_id": 2}, [":3", ":2"], None),
+        ({}, [None], None),
+    ],
+)
+def test_worker_gets_handles_of_the_rank_on_its_gpu(silent_server, info, gpus, ranks):
+    url, _ = silent_server
+    post = _Post((url,), 1, 1000, None, os.getpid())
+    routes = _Routes(num_workers={url: info.get("tp_size", 1)})
+    post._find_route(routes, url, info, gpus)
+    if ranks is None:
+        assert routes.by_memory == {url}  # through the host's memory
+    else:
+        assert routes.by_gpu == {url: ranks}
+
+
+def test_servers_that_others_started_are_sent_values(silent_server):
+    url, process = silent_server
+    routes = _Routes(num_workers={url: 1})
+    _Post((url,), 1, 1000, None, process.pid)._find_route(routes, url, {}, [None])
+    assert not routes.by_memory
+    assert not routes.by_gpu
+
+
+@pytest.mark.parametrize(
+    ("environment", "index", "name"),
+    [
+        ({}, 5, ":5"),
+        ({"CUDA_VISIBLE_DEVICES": "4, 6"}, 1, ":6"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, 0, ":GPU-8932f937"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 0, "PCI_BUS_ID:0"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 1, None),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0, None),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 0, None),
+    ],
+)
+def test_names_of_gpus(environment, index, name):
+    assert visible_gpu(environment, index) == name
+
+
+def test_buckets_in_plain_memory_are_sent_by_value():
+    post = _Post((), 1, 1000, None, None)
+    shared, plain = (
+        next(flat_buckets(WEIGHTS.items(), 50_000, allocate)).flat
+        for allocate in (host_buffer, partial(torch.empty, dtype=torch.uint8))
+    )
+    assert post._in_memory(shared) is shared
+    assert post._in_memory(plain) is None
+    assert torch.equal(shared, plain)
