@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -266,6 +267,8 @@ async def _serve(options: argparse.Namespace) -> None:
     async with WeightRelay(options.directory, host=options.host, port=options.port) as relay:
         print(f"weights for servers in {relay.directory}, changes at {relay.url}", flush=True)
         await ended.wait()
+    if options.temporary:
+        shutil.rmtree(relay.directory)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -277,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, required=True, help="where servers load from")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     parser.add_argument("--port", type=int, default=30100)
+    parser.add_argument("--temporary", action="store_true", help="remove the directory at the end")
     try:
         asyncio.run(_serve(parser.parse_args(arguments)))
     except (GymError, OSError) as error:

@@ -28,8 +28,8 @@ from areal_gym.trainer.base import Weights
 from areal_gym.trainer.weight_sync.base import on_all, require_remote, sent_type
 from areal_gym.trainer.weight_sync.rank_posts import Body, on_each, request
 from areal_gym.trainer.weight_sync.rank_tasks import RankSide, run_task
+from areal_gym.trainer.weight_sync.relays import Relays
 from areal_gym.utils.changed_elements import as_bits, checksum, encode_changes
-from areal_gym.utils.http_servers.addresses import http_address
 
 _QUICK_S = 30.0
 _TRANSFER_S = 3600.0
@@ -57,7 +57,10 @@ class SentWeights:
 class DeltaWeightSync:
     """Sends the changed bytes to relays, which keep files that servers of their machine load.
 
-    Start a relay on each machine that has servers: `python -m areal_gym.engines.weight_relay`.
+    Servers that the run has started on this machine get a relay with the first publication, which
+    ends with the run. On each other machine that has servers, start one:
+    `python -m areal_gym.engines.weight_relay`.
+
     Relays are given the changes while generation goes on; it is interrupted for the loading only.
     The trainer's ranks keep the bytes that were sent last: two bytes for each weight in bfloat16,
     divided among the ranks, in host memory. A relay that misses a version, restarts or has other
@@ -65,8 +68,8 @@ class DeltaWeightSync:
 
     Args:
         engine: an engine with servers.
-        directory: unused.
-        relay_port: the port of the relay on each server's machine.
+        directory: has the files of a started relay for which `/dev/shm` has no room.
+        relay_port: the port of the relay on each server's machine; with it no relay is started.
         dtype: the type that is sent; float32 changes nearly everywhere with each update.
         full_every: all weights are sent with each publication of this number, changes between.
     """
@@ -76,7 +79,7 @@ class DeltaWeightSync:
         engine: Engine,
         *,
         directory: Path | None = None,
-        relay_port: int = 30100,
+        relay_port: int | None = None,
         dtype: str = "bfloat16",
         full_every: int = 50,
     ) -> None:
@@ -92,7 +95,7 @@ class DeltaWeightSync:
                 hints=["1 sends all weights each time"],
             )
         self._engine = remote
-        self._port = relay_port
+        self._relays = Relays(relay_port, directory)
         self._dtype = sent_type(dtype)
         self._full_every = full_every
         self._kept: dict[str, Any] = {}
@@ -108,7 +111,7 @@ class DeltaWeightSync:
         Raises:
             EngineError: no relay or no server took the weights.
         """
-        relays = {url: self._relay_of(url) for url in self._engine.server_urls}
+        relays = await asyncio.to_thread(self._relays.of, self._engine.server_urls)
         directories, failures = await asyncio.to_thread(self._send, set(relays.values()), weights)
 
         async def load(server: WeightServer) -> None:
@@ -124,10 +127,8 @@ class DeltaWeightSync:
             await on_all(servers, load)
 
     async def aclose(self) -> None:
-        """Do nothing: relays keep their files for the servers."""
-
-    def _relay_of(self, url: str) -> str:
-        return http_address(urlsplit(url).hostname or "127.0.0.1", self._port)
+        """End the relay that was started; others keep their files for the servers."""
+        await asyncio.to_thread(self._relays.close)
 
     def _send(
         self, relays: set[str], weights: Weights
@@ -159,7 +160,7 @@ class DeltaWeightSync:
             f"no relay takes the weights: {error}",
             hints=[
                 f"on the machine of {relay}: python -m areal_gym.engines.weight_relay "
-                f"--directory /dev/shm/policy --host HOST --port {self._port}",
+                f"--directory /dev/shm/policy --host HOST --port {urlsplit(relay).port}",
                 "without relays: trainer.weight_sync=disk, tensor or distributed",
             ],
         )
