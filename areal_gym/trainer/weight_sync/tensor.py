@@ -117,7 +117,8 @@ class _Post:
         if side.ranks.rank and not routes.by_gpu:
             for _ in side.weights(self.dtype):
                 pass  # gathered with the others
-            return side.agree(None) or []
+            side.agree(None)
+            return []
         allocate = host_buffer if routes.by_memory and not routes.by_gpu else None
         sending, device = OneAhead(), None
         for bucket in flat_buckets(side.weights(self.dtype), self.bucket_bytes, allocate):
