@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -261,9 +263,17 @@ def _bits(raw: Any, row: dict[str, Any]) -> Any:
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    ended = asyncio.Event()
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        loop.add_signal_handler(number, ended.set)
+
+    def wait_for_parent() -> None:
+        os.read(0, 1)
+        with suppress(RuntimeError):  # the loop has ended before
+            loop.call_soon_threadsafe(ended.set)
+
+    if options.temporary:
+        threading.Thread(target=wait_for_parent, daemon=True).start()
     async with WeightRelay(options.directory, host=options.host, port=options.port) as relay:
         print(f"weights for servers in {relay.directory}, changes at {relay.url}", flush=True)
         await ended.wait()
@@ -280,7 +290,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, required=True, help="where servers load from")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     parser.add_argument("--port", type=int, default=30100)
-    parser.add_argument("--temporary", action="store_true", help="remove the directory at the end")
+    parser.add_argument(
+        "--temporary",
+        action="store_true",
+        help="end when standard input closes, and remove the directory at the end",
+    )
     try:
         asyncio.run(_serve(parser.parse_args(arguments)))
     except (GymError, OSError) as error:

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import json
 import pickle
 import sys
 import time
@@ -21,7 +20,7 @@ from areal_gym.agents.program import ProgramAgent
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.tools import tool
-from areal_gym.errors import AgentError, ConfigError, EngineError
+from areal_gym.errors import AgentError, EngineError
 from areal_gym.rollout.episode import play_episode
 from areal_gym.types import StopReason
 from tests._support.processes import is_running

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,11 +10,11 @@ import pytest
 import torch
 
 from areal_gym.config import PluginConfig
-from areal_gym.engines.launched_relay import LaunchedRelay
 from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.engines.sglang.fake_tensors import read_weights
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.trainer.weight_sync import make_weight_sync
+from areal_gym.trainer.weight_sync.launched_relay import LaunchedRelay
 from areal_gym.trainer.weight_sync.rank_posts import request
 
 FAKE = [sys.executable, "-m", "areal_gym.engines.sglang.fake"]
@@ -44,7 +43,7 @@ def test_started_server_has_a_relay_that_ends_with_the_run(tiny_policy, tmp_path
         try:
             for version in (1, 2, 3):
                 if version == 3:  # killed, it is replaced, and the new one gets all weights
-                    os.killpg(relay._guard.pid, signal.SIGKILL)
+                    relay._process.kill()
                     until(has_ended)
                 weights["model.norm.weight"][0] += 1
                 await sync.publish(weights.items(), version)
@@ -70,19 +69,19 @@ def test_killed_run_leaves_no_relay_and_no_files(tmp_path):
     code = f"""
 import sys, time
 from pathlib import Path
-from areal_gym.engines.launched_relay import LaunchedRelay
+from areal_gym.trainer.weight_sync.launched_relay import LaunchedRelay
 relay = LaunchedRelay(Path({str(tmp_path)!r}), None)
-print(relay.url, relay._guard.pid, flush=True)
+print(relay.url, relay._process.pid, flush=True)
 sys.stdin.read()
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:
-        url, guard = process.stdout.readline().split()
+        url, pid = process.stdout.readline().split()
         [directory] = tmp_path.iterdir()
         assert request("GET", url, "/weights", timeout_s=5)["directory"] == str(directory)
         process.kill()
         until(lambda: not directory.exists())
-        until(lambda: not os.path.exists(f"/proc/{guard}"))
+        until(lambda: not os.path.exists(f"/proc/{pid}"))
 
 
 @pytest.mark.parametrize(("num_bytes", "is_in_memory"), [(None, False), (1, True), (2**60, False)])

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from areal_gym.engines.launched_relay import LaunchedRelay
 from areal_gym.errors import EngineError
+from areal_gym.trainer.weight_sync.launched_relay import LaunchedRelay
 from areal_gym.trainer.weight_sync.local_servers import find_local_server
 from areal_gym.trainer.weight_sync.rank_posts import server_info
 from areal_gym.utils.http_servers.addresses import http_address

@@ -1,4 +1,4 @@
-"""Starts the relay of `weight_relay` as a child process, and ends it."""
+"""Starts a relay (`areal_gym.engines.weight_relay`) as a child process, and ends it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from areal_gym.engines.sglang import process_guard as guard
 from areal_gym.errors import EngineError
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -18,8 +17,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 class LaunchedRelay:
     """A relay for the servers of this machine, with a directory of its own.
 
-    It ends when this process ends, however that happens (see `process_guard`), and takes its files
-    along.
+    It ends when this process ends, however that happens, because its standard input closes then;
+    and takes its files along.
 
     Args:
         directory: on a disk, where the files are put if the memory lacks room for them.
@@ -36,16 +35,15 @@ class LaunchedRelay:
         parent.mkdir(parents=True, exist_ok=True)
         self.directory = Path(tempfile.mkdtemp(prefix="areal-gym-relay-", dir=parent))
         arguments = ["--directory", str(self.directory), "--port", "0", "--temporary"]
-        command = [sys.executable, "-m", "areal_gym.engines.weight_relay", *arguments]
-        self._guard = subprocess.Popen(
-            [sys.executable, guard.__file__, *command],
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "areal_gym.engines.weight_relay", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C is the run's
             bufsize=0,
         )
-        assert self._guard.stdout is not None
-        line = self._guard.stdout.readline().decode(errors="replace").strip()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().decode(errors="replace").strip()
         self.url = line.rpartition(" ")[2]
         if not self.url.startswith("http://"):
             self.close()
@@ -57,17 +55,18 @@ class LaunchedRelay:
     @property
     def is_running(self) -> bool:
         """Whether the process lives."""
-        return self._guard.poll() is None
+        return self._process.poll() is None
 
     def close(self) -> None:
         """End the relay, and remove its files. Idempotent."""
-        assert self._guard.stdin is not None
-        assert self._guard.stdout is not None
-        if not self._guard.stdin.closed:
-            with self._guard.stdin, contextlib.suppress(BrokenPipeError):
-                self._guard.stdin.write(b"end")
-        self._guard.wait()
-        self._guard.stdout.close()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if not self._process.stdin.closed:
+            # Forked children may hold the pipe open, so closing it alone is not enough.
+            with self._process.stdin, contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(b"end")
+        self._process.wait()
+        self._process.stdout.close()
         shutil.rmtree(self.directory, ignore_errors=True)  # also when it was killed
 
 
