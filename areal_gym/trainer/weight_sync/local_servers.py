@@ -98,9 +98,9 @@ def _environment(pid: int) -> dict[str, str]:
 
 def _ancestors(pid: int) -> list[int]:
     """Return a process and those that have started it."""
-    found = []
+    pids = []
     while pid > 0:
-        found.append(pid)
+        pids.append(pid)
         # The name before it may have spaces and brackets.
         pid = int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-    return found
+    return pids
