@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from areal_gym.errors import ConfigError, TrainError
+from areal_gym.trainer.packed_pieces import in_pieces
 from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.trainer.state_index import StateReader, read_index
 
@@ -99,7 +100,7 @@ class StateFiles:
         _require_same_names(states.keys(), saved_tensors(directory).keys())
         with _reason_alone():
             load(
-                dict(states),
+                {name: in_pieces(tensor) for name, tensor in states.items()},
                 storage_reader=StateReader(directory),
                 process_group=self._group,
                 no_dist=self.ranks.size == 1,
@@ -123,7 +124,7 @@ class StateFiles:
         """
         with _reason_alone():
             save(
-                dict(copies),
+                {name: in_pieces(tensor) for name, tensor in copies.items()},
                 storage_writer=_Writer(directory),
                 process_group=self._group,
                 no_dist=self.ranks.size == 1,
