@@ -110,12 +110,17 @@ _WITHOUT_HEAD_DIM = ("phi3", "olmo2", "olmo3")
 
 
 def tiny_config(name, **more):
-    """The config of a tiny model of an architecture, by transformers' model type."""
+    """The config of a tiny model of an architecture, by transformers' model type.
+
+    Of `num_hidden_layers`, if given, the first ones of four.
+    """
     if name in ("qwen3_vl", "qwen2_5_vl"):
         return _with_vision(name, **more)
     settings = {**_BASE, **ARCHITECTURES[name], **more}
     if name in _WITHOUT_HEAD_DIM:
         del settings["head_dim"]
+    if kinds := settings.get("layer_types"):
+        settings["layer_types"] = kinds[: settings["num_hidden_layers"]]
     return AutoConfig.for_model(name, **settings)
 
 

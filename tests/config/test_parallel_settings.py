@@ -32,7 +32,7 @@ def test_shard_is_what_the_others_leave():
         (("num_ranks=2", "parallel.tensor=0"), "trainer.parallel.tensor"),
         (("num_ranks=8", "parallel.expert=3"), "or one of 1, 2, 4, 8"),
         (("num_ranks=8", "parallel.replicate=2", "parallel.expert=8"), "or one of 1, 2, 4"),
-        (("num_ranks=4", "parallel.context=2", "parallel.tensor=2"), "with tensor = 2"),
+        (("num_ranks=2", "parallel.expert=2", "lora.rank=4"), "lora.targets=[q_proj"),
         (("parallel.experts=2",), "unknown key 'trainer.parallel.experts'"),
     ],
 )

@@ -1,9 +1,12 @@
 """Ranks that share the tokens of their rows train what one rank trains: FSDP2, gloo on the CPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError
 from areal_gym.models.hf.hf_loading import build_policy, load_reward_model
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.trainer.algorithms.advantages import grpo
@@ -19,14 +22,16 @@ from areal_gym.trainer.objectives.supervised import Sft, Supervised
 from areal_gym.trainer.parallel.fsdp import full, load_for_training
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.trainer import Trainer
-from tests._support.rank_processes import on_ranks
+from tests._support.rank_processes import each_made_once, on_ranks
 from tests._support.routed import routed_groups
 from tests._support.tiny_architectures import tiny_config
 from tests._support.tiny_training import batch, tiny_decoder, without_costs
 
 PPO = {"algorithm": "ppo", "kl": {"coefficient": 0.1}}
+REPLAY = {"routing_replay": True}
 FOUR = {"context": 4}
 TWO_BY_TWO = {"context": 2, "shard": 2}
+OTHER_LAYERS = {"qwen3_next": {"layer_types": ["linear_attention", "full_attention"]}}
 CASES = {
     "dense": ("qwen3", FOUR, {}),
     "dense, sequences' ratios": ("qwen3", TWO_BY_TWO, {"loss": "gspo"}),
@@ -35,10 +40,21 @@ CASES = {
         TWO_BY_TWO,
         {"algorithm": "ppo", "critic": {"trunk": "shared"}},
     ),
-    "adapter": ("qwen3", TWO_BY_TWO, {"lora": {"rank": 4}}),
+    "adapter": ("qwen3", {"context": 2, "replicate": 2}, {"lora": {"rank": 4}}),
+    "adapter beside divided experts": (
+        "qwen3_moe",
+        {"expert": 2},
+        {"lora": {"rank": 4, "targets": ["q_proj", "o_proj"]}},
+    ),
     "mixture, critic and reference": ("qwen3_moe", TWO_BY_TWO, PPO),
     "mixture, divided experts": ("qwen3_moe", {**TWO_BY_TWO, "expert": 2}, {}),
-    "mixture, replayed experts": ("qwen3_moe", FOUR, {"routing_replay": True}),
+    "mixture, replayed experts": ("qwen3_moe", FOUR, REPLAY),
+    "replayed experts, replicas": ("qwen3_moe", {"replicate": 2, "expert": 2}, REPLAY),
+    "replayed experts, divided matrices": (
+        "qwen3_moe",
+        {"context": 2, "tensor": 2, "expert": 4},
+        REPLAY,
+    ),
     "windows, replicas": (
         "gemma3_text",
         {"context": 2, "replicate": 2},
@@ -76,53 +92,61 @@ def largest_gap(theirs, ours):
     return max(abs(theirs[name] - ours[name]) / (abs(ours[name]) + 0.1) for name in ours)
 
 
-def compare_trainers(path, rank, name, parallel, settings):
-    num_ranks = torch.distributed.get_world_size()
-    ranked = TrainerConfig(lr=1e-3, num_ranks=num_ranks, parallel=parallel, **settings)
-    alone = TrainerConfig(lr=1e-3, **settings)
-    advantage = gae if settings.get("algorithm") == "ppo" else grpo
-    arguments = {
-        "advantage": advantage,
-        "loss": gspo if settings.get("loss") == "gspo" else ppo_clip,
-    }
-    policy = path / name
-
-    def trainer(config, ranks):
-        decoder = load_for_training(policy, config, ranks)
-        return Trainer(decoder, config, reference=policy, ranks=ranks, **arguments)
+def trained(policy, config, ranks):
+    """What two steps make of a policy, on one rank or on several."""
 
     groups = [batch(step, num_groups=5) for step in range(2)]
-    if settings.get("routing_replay"):
-        decoder = load_for_training(policy, alone)
+    if config.routing_replay:
+        decoder = load_for_training(policy, TrainerConfig())
         groups = [routed_groups(decoder, each, shift=1) for each in groups]
-    ours, theirs = trainer(alone, ALONE), trainer(ranked, Ranks(rank, ranked.layout))
+    trainer = Trainer(
+        load_for_training(policy, config, ranks),
+        config,
+        advantage=gae if config.algorithm == "ppo" else grpo,
+        loss=gspo if config.loss == "gspo" else ppo_clip,
+        reference=policy,
+        ranks=ranks,
+    )
     rows = [row for row in sequences_of(tuple(groups[0])) if row.num_trainable]
+    # Those of adapters are averaged with the norm, which `step` compares.
+    gradients = {} if config.lora else gradients_of(trainer.decoder, rows)
+    start = weights_of(trainer)
+    return {
+        "gradients": gradients,
+        "start": start,
+        "metrics": [trainer.step(each, step) for step, each in enumerate(groups)],
+        "scores": [scores.clone() for scores in trainer.score(rows)],
+        "tokens": trainer.trained_tokens(),
+        "weights": weights_of(trainer),
+    }
+
+
+def gaps_between(theirs, ours, config):
     gaps = {}
-    if "lora" not in settings:  # they are averaged with the norm, which `step` compares
-        expected, gradients = gradients_of(ours.decoder, rows), gradients_of(theirs.decoder, rows)
+    if expected := ours["gradients"]:
         least = 1e-5 * max(float(g.abs().max()) for g in expected.values())
         gaps["gradients"] = max(
-            gap(gradients[n], g) for n, g in expected.items() if g.abs().max() > least
+            gap(theirs["gradients"][n], g) for n, g in expected.items() if g.abs().max() > least
         )
-    start = weights_of(ours)
-    for step, each in enumerate(groups):
-        metrics, expected = theirs.step(each, step), ours.step(each, step)
-        for cost in ("train/micro_batches", "train/shared_fraction"):
-            if parallel == FOUR:
+    for step, (metrics, expected) in enumerate(
+        zip(theirs["metrics"], ours["metrics"], strict=True)
+    ):
+        if config.layout.context == config.num_ranks:
+            for cost in ("train/micro_batches", "train/shared_fraction"):
                 assert metrics[cost] == expected[cost]
-        if ranked.layout.num_data_ranks > 1:  # both pass the prompt of a group that is divided
+        if config.layout.num_data_ranks > 1:  # both pass the prompt of a group that is divided
             for one in (metrics, expected):
-                for name in ("train/expert_load_max", "train/experts_idle"):
-                    one.pop(name, None)
+                for name in ("expert_load_max", "experts_idle", "router_agreement"):
+                    one.pop(f"train/{name}", None)
         gaps[f"metrics {step}"] = largest_gap(without_costs(metrics), without_costs(expected))
         gaps[f"norm {step}"] = abs(metrics["train/grad_norm"] / expected["train/grad_norm"] - 1)
-    gaps["scores"] = max(map(gap, theirs.score(rows), ours.score(rows)))
-    for told, known in zip(theirs.trained_tokens(), ours.trained_tokens(), strict=True):
+    gaps["scores"] = max(map(gap, theirs["scores"], ours["scores"]))
+    for told, known in zip(theirs["tokens"], ours["tokens"], strict=True):
         assert told["trajectory"] == known["trajectory"]
         for column in ("advantages", "logprobs"):
             assert told[column] == pytest.approx(known[column], abs=5e-5)
-    ended = weights_of(ours)
-    gaps["weights"] = float((weights_of(theirs) - ended).norm() / (ended - start).norm())
+    moved = ours["weights"] - ours["start"]
+    gaps["weights"] = float((theirs["weights"] - ours["weights"]).norm() / moved.norm())
     return gaps
 
 
@@ -149,10 +173,35 @@ def compare_supervised(path, rank, objective):
     return {str(step): largest_gap(*pair) for step, pair in enumerate(zip(*results, strict=True))}
 
 
+def adapt_divided_experts(rank, policy):
+    """The error of an adapter of experts of which each rank has some."""
+    lora = {"targets": ["gate_up_proj", "q_proj"]}
+    config = TrainerConfig(num_ranks=4, parallel={"expert": 2}, lora=lora)
+    with pytest.raises(ConfigError) as caught:
+        trained(policy, config, Ranks(rank, config.layout))
+    return caught.value.message
+
+
 def compare_all(rank, path, cases):
-    gaps = {name: compare_trainers(path, rank, *cases[name]) for name in cases}
+    num_ranks = torch.distributed.get_world_size()
+
+    def alone(name, settings):
+        return trained(path / name, TrainerConfig(lr=1e-3, **settings), ALONE)
+
+    expected = each_made_once(
+        rank,
+        path,
+        {case: partial(alone, name, settings) for case, (name, _, settings) in cases.items()},
+    )
+    gaps = {}
+    for case, (name, parallel, settings) in cases.items():
+        config = TrainerConfig(lr=1e-3, num_ranks=num_ranks, parallel=parallel, **settings)
+        theirs = trained(path / name, config, Ranks(rank, config.layout))
+        gaps[case] = gaps_between(theirs, expected[case], config)
     for objective in (Sft, BradleyTerry):
         gaps[objective.__name__] = compare_supervised(path, rank, objective)
+    if num_ranks == 4:
+        gaps["refused"] = adapt_divided_experts(rank, path / "qwen3_moe")
     return gaps
 
 
@@ -161,7 +210,8 @@ def policies(tmp_path_factory):
     path = tmp_path_factory.mktemp("policies")
     save_checkpoint(tiny_decoder(), path / "tiny")
     for name in {name for name, *_ in CASES.values()} - {"tiny"}:
-        build_policy(tiny_config(name), seed=0).network.save_pretrained(path / name)
+        config = tiny_config(name, num_hidden_layers=2, **OTHER_LAYERS.get(name, {}))
+        build_policy(config, seed=0).network.save_pretrained(path / name)
     return path
 
 
@@ -196,6 +246,10 @@ def assert_near(case, gaps):
 @pytest.mark.parametrize("name", [*CASES, "Sft", "BradleyTerry"])
 def test_four_ranks_train_what_one_rank_trains(name, on_four_ranks):
     assert_near(name, [rank[name] for rank in on_four_ranks])
+
+
+def test_adapters_of_divided_experts_are_refused(on_four_ranks):
+    assert all("trainer.parallel.expert divides" in rank["refused"] for rank in on_four_ranks)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Every layout of ranks trains what one rank trains: gradients, their norm, metrics, two steps."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,11 +17,12 @@ from areal_gym.trainer.algorithms.token_advantages import gae
 from areal_gym.trainer.parallel.fsdp import full, load_for_training
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.trainer import Trainer
-from tests._support.rank_processes import on_ranks
+from tests._support.rank_processes import each_made_once, on_ranks
 from tests._support.tiny_architectures import tiny_config
 from tests._support.tiny_training import batch, without_costs
 
 TRANSFORMERS = ModelLoader(backend="transformers")
+NUM_LAYERS = 2  # one with a window and one without, where an architecture has both
 LATE = {"reduce": "auto"}  # which is once per update for models that are small
 SETTINGS = {"lr": 1e-3, "tokens_per_microbatch": 64, "max_grad_norm": 1e9}
 PPO = {"algorithm": "ppo", "kl": {"coefficient": 0.1}, "critic": {"trunk": "own"}}
@@ -35,14 +38,16 @@ LAYOUTS = {
             {"replicate": 2, "reduce": "microbatch"},
             {"tensor": 2},
             {"replicate": 2, "tensor": 2},
+            {"tensor": 2, "context": 2},
         ),
         "qwen3_moe": (
             {"expert": 2},
             {"replicate": 2, "expert": 2},
             {"tensor": 2, "expert": 4},
             {"replicate": 2, "tensor": 2, "expert": 2},
+            {"tensor": 2, "context": 2, "expert": 4},
         ),
-        "gemma3_text": ({"replicate": 2}, {"tensor": 2}),
+        "gemma3_text": ({"replicate": 2}, {"tensor": 2}, {"tensor": 2, "context": 2}),
     },
 }
 CASES = [
@@ -59,6 +64,11 @@ def named(case):
     size, name, layout, settings = case
     sizes = "-".join(f"{key}{value}" for key, value in layout.items()) or "shard"
     return f"{size}-{name}-{sizes}{'-ppo' if settings else ''}"
+
+
+def alone_name(case):
+    _, name, _, settings = case
+    return f"{name}{'-ppo' if settings else ''}-alone"
 
 
 def trained(directory, config, ranks):
@@ -122,20 +132,22 @@ def gap_between(values, expected):
 
 
 def compare(rank, directory, cases):
-    results, alone = {}, {}
+    def alone(name, settings):
+        return trained(directory / name, TrainerConfig(**SETTINGS, **settings), ALONE)
+
+    expected = each_made_once(
+        rank, directory, {alone_name(case): partial(alone, case[1], case[3]) for case in cases}
+    )
+    results = {}
     if torch.distributed.get_world_size() == 2:
         results["reductions"] = count_reductions(rank, directory / "qwen3")
     for case in cases:
         size, name, layout, settings = case
-        key = (name, bool(settings))
-        if rank == 0 and key not in alone:
-            config = TrainerConfig(**SETTINGS, **settings)
-            alone[key] = trained(directory / name, config, ALONE)
         config = TrainerConfig(**SETTINGS, **settings, num_ranks=size, parallel=LATE | layout)
         gradients, metrics, weights = trained(directory / name, config, Ranks(rank, config.layout))
         if rank > 0:
             continue
-        expected_gradients, expected_metrics, expected_weights = alone[key]
+        expected_gradients, expected_metrics, expected_weights = expected[alone_name(case)]
         moved = sum(float(w.double().square().sum()) for w in expected_weights.values())
         apart = [(weights[n] - w).double().square().sum() for n, w in expected_weights.items()]
         results[named(case)] = (
@@ -150,7 +162,8 @@ def compare(rank, directory, cases):
 def trained_by_ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
     for name in LAYOUTS[2]:
-        build_policy(tiny_config(name), seed=0).network.save_pretrained(path / name)
+        model = build_policy(tiny_config(name, num_hidden_layers=NUM_LAYERS), seed=0)
+        model.network.save_pretrained(path / name)
     results = {}
     for size in LAYOUTS:
         results |= on_ranks(size, compare, path, [case for case in CASES if case[0] == size])[0]
@@ -176,8 +189,8 @@ def test_gradients_are_reduced_once_per_update(trained_by_ranks):
     (one, least), (many, late), (_, early) = trained_by_ranks["reductions"]
     assert one == 2
     assert many >= 8  # four and more on each of two ranks
-    assert late == least == tiny_config("qwen3").num_hidden_layers + 3  # embeddings, norm, head
-    assert early >= 4 * tiny_config("qwen3").num_hidden_layers
+    assert late == least == NUM_LAYERS + 3  # embeddings, norm, head
+    assert early >= 4 * NUM_LAYERS
 
 
 @pytest.mark.parametrize(
@@ -185,6 +198,8 @@ def test_gradients_are_reduced_once_per_update(trained_by_ranks):
     [
         ("qwen3", Layout(tensor=3), "does not divide num_attention_heads = 4", "tensor=2"),
         ("qwen3", Layout(tensor=4), "does not divide num_key_value_heads = 2", "tensor=2"),
+        ("qwen3", Layout(context=3), "= 3 does not divide num_attention_heads = 4", "context=1"),
+        ("qwen3", Layout(tensor=2, context=4), "heads = 4 / tensor = 2", "context=2"),
         ("qwen3_moe", Layout(shard=3, expert=3), "does not divide num_experts = 8", "expert=2"),
         ("qwen3", Layout(shard=2, expert=2), "no plan (base_model_ep_plan)", "expert=1"),
         ("gpt_oss", Layout(tensor=2), "no plan (base_model_tp_plan)", "tensor=1"),
