@@ -267,17 +267,18 @@ class TrainerConfig(Settings):
                 "lora with optimizer = 'muon': Muon orthogonalises whole matrices, and an adapter "
                 "is two thin ones; use optimizer = 'adamw'"
             )
-        if self.lora is not None and self.layout.tensor > 1:
+        layout = self.layout  # refuses sizes that do not make up the ranks
+        if self.lora is not None and layout.tensor > 1:
             raise ValueError(
-                f"lora with trainer.parallel.tensor = {self.layout.tensor}: an adapter's matrices "
+                f"lora with trainer.parallel.tensor = {layout.tensor}: an adapter's matrices "
                 "are whole on every rank, and cannot be multiplied with divided ones; use "
                 "trainer.parallel.tensor=1, and more shards instead"
             )
-        if self.layout.context > 1 and self.layout.tensor > 1:
+        if self.lora is not None and self.lora.targets == "all" and layout.expert > 1:
             raise ValueError(
-                f"trainer.parallel.context = {self.layout.context} with tensor = "
-                f"{self.layout.tensor} has not been compared with one rank; use one of them, and "
-                "more shards instead"
+                f"lora with trainer.parallel.expert = {layout.expert} would adapt experts that are "
+                "divided among ranks; use lora.targets=[q_proj,k_proj,v_proj,o_proj], or "
+                "trainer.parallel.expert=1"
             )
         if self.cpu_offload and self.num_ranks == 1:
             raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from areal_gym.config import LoraConfig
 from areal_gym.errors import ConfigError
@@ -22,7 +23,8 @@ def add_adapter(model: PolicyModel, settings: LoraConfig, *, seed: int = 0) -> N
     """Put an adapter in float32 beside the chosen matrices; everything else is frozen.
 
     Raises:
-        ConfigError: `targets` names no matrix of the model, or peft is not installed.
+        ConfigError: `targets` names no matrix of the model, or experts that are divided among
+            ranks; or peft is not installed.
     """
     try:
         import peft
@@ -46,6 +48,15 @@ def add_adapter(model: PolicyModel, settings: LoraConfig, *, seed: int = 0) -> N
             [name for name in names if name.rpartition(".")[2] in settings.targets]
             for names in (linears, experts)
         )
+    if experts and any(_is_divided(model.layers.get_parameter(name)) for name in experts):
+        raise ConfigError(
+            "trainer.lora adapts the stacked matrices of experts, which trainer.parallel.expert "
+            "divides among ranks: an adapter's are whole on every rank",
+            hints=[
+                "every rank gathers a layer's experts: trainer.parallel.expert=1",
+                "adapt attention only: trainer.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
+            ],
+        )
     config = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -63,6 +74,11 @@ def add_adapter(model: PolicyModel, settings: LoraConfig, *, seed: int = 0) -> N
         if is_adapter(name):
             parameter.data = parameter.data.float()
             parameter.requires_grad = True
+
+
+def _is_divided(parameter: Tensor) -> bool:
+    """Return whether each rank has some of the experts, rather than a shard to be gathered."""
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _matrices(model: PolicyModel) -> tuple[list[str], list[str]]:

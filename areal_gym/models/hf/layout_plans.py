@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +58,7 @@ def require_layout(config: PretrainedConfig, layout: Layout) -> None:
         )
     _require_divisor(text, layout, "tensor", _HEADS)
     _require_divisor(text, layout, "expert", _NUM_EXPERTS)
+    _require_context_divides_heads(text, layout)
 
 
 def require_divided(network: nn.Module, layout: Layout) -> None:
@@ -86,6 +88,20 @@ def _require_divisor(
                 f"{text.model_type}",
                 hints=[f"use trainer.parallel.{setting}={fitting[-1]}, and more shards instead"],
             )
+
+
+def _require_context_divides_heads(text: PretrainedConfig, layout: Layout) -> None:
+    num_heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(num_heads, int):
+        return
+    num_left = num_heads // layout.tensor
+    if num_left % layout.context:
+        divided = f" / tensor = {layout.tensor}" if layout.tensor > 1 else ""
+        raise ConfigError(
+            f"trainer.parallel.context = {layout.context} does not divide num_attention_heads = "
+            f"{num_heads}{divided} of this {text.model_type}",
+            hints=[f"use trainer.parallel.context={math.gcd(num_left, layout.context)}"],
+        )
 
 
 class _SummedGradient(torch.autograd.Function):
