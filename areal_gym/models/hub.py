@@ -97,7 +97,7 @@ def _cache_folder() -> str:
 
 
 def _cached_hints(name: str) -> list[str]:
-    """Return a hint on the models that the cache holds with weights, those with near names first."""
+    """Return a hint on the models that the cache holds with weights, near names first."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
