@@ -91,8 +91,16 @@ def register_retrievers() -> Iterable[RetrieverSpec]:
 
 # Id, object, summary, required packages.
 _REWARDS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("code", "envs.graded_rewards:Code", "the share of tests that the code passes", ()),
     ("exact", "rewards.text_rewards:Exact", "1 if the text is the answer", ()),
-)
+    ("format", "rewards.text_rewards:Format", "1 for text in the given tags, in order", ()),
+    ("json_schema", "rewards.limited_rewards:JsonSchema",
+     "1 for JSON that fits a schema", ("jsonschema",)),
+    ("judge", "rewards.judge:Judge", "the score of a language model with a rubric", ()),
+    ("length", "rewards.text_rewards:Length", "1 for a length within limits", ()),
+    ("math", "envs.graded_rewards:Math", "1 for the right answer, by number or algebra", ()),
+    ("regex", "rewards.limited_rewards:Regex", "1 if a pattern is found", ()),
+)  # fmt: skip
 
 
 @hookimpl

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from areal_gym.utils.markup import short
 Result = tuple[float | None, Mapping[str, float], Mapping[str, float]]
 """A reward (None: not applicable), its parts if it has any, and metrics."""
 
+_TIMEOUT_S = 60.0
+
 
 class RewardFunction:
     """A user's function or one of ours, with its name, weight and fixed arguments.
 
-    `timeout_s` limits a call. A function with the attribute `never_blocks`, as built-ins have it,
-    is called directly on the event loop: it returns at once or awaits, and limits its own time.
+    `timeout_s` limits a call [60, or the function's own attribute of that name]. A function with
+    the attribute `never_blocks`, as built-ins have it, is called directly on the event loop: it
+    returns at once or awaits.
 
     Raises:
         ConfigError: it has parameters that nothing fills.
@@ -37,12 +41,14 @@ class RewardFunction:
         name: str,
         weight: float = 1.0,
         kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
     ) -> None:
         self.function = function
         self.name = name
         self.weight = weight
-        self.timeout_s = timeout_s
+        if timeout_s is None:
+            timeout_s = getattr(function, "timeout_s", _TIMEOUT_S)
+        self.timeout_s: float = timeout_s
         self._fixed = dict(kwargs or {})
         parameters = _parameters(function, name)
         self._takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -60,7 +66,7 @@ class RewardFunction:
         self._required = [p.name for p in columns if p.default is p.empty]
         self._is_coroutine = _is_coroutine_function(function)
         self._never_blocks = bool(getattr(function, "never_blocks", False))
-        self._call_in_thread = ThreadedCalls(function, timeout_s)
+        self._call_in_thread = ThreadedCalls(function, self.timeout_s)
 
     @property
     def required_columns(self) -> tuple[str, ...]:
@@ -91,9 +97,9 @@ class RewardFunction:
         arguments = self._arguments(sample)
         try:
             if self._never_blocks:
-                value, error = self.function(**arguments), None
+                value = self.function(**arguments)
                 if inspect.isawaitable(value):
-                    value = await value
+                    value = await self._awaited(value)
             elif self._is_coroutine:
                 value = await run_coroutine(self.function(**arguments), self.timeout_s)
             else:
@@ -112,6 +118,15 @@ class RewardFunction:
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise self._failure(error, sample) from error
         return self._read(value, sample)
+
+    async def _awaited(self, awaitable: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                return await awaitable
+        except TimeoutError:
+            if limit.expired():
+                raise CallTimeoutError from None
+            raise
 
     # ---- arguments -----------------------------------------------------------------------------
 

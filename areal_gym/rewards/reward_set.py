@@ -171,8 +171,8 @@ def _load(settings: Mapping[str, Any], taken: Collection[str]) -> RewardFunction
     reference = settings["reward"]
     given_name, kwargs = settings.get("name"), settings.get("kwargs")
     weight = _number(settings, "weight", 1.0)
-    timeout_s = _number(settings, "timeout_s", 60.0)
-    if timeout_s <= 0:
+    timeout_s = _number(settings, "timeout_s", 0.0) if "timeout_s" in settings else None
+    if timeout_s is not None and timeout_s <= 0:
         raise ConfigError(f"timeout_s = {timeout_s:g}: a call needs some time")
     if not isinstance(kwargs, Mapping | None):
         raise ConfigError(f"kwargs = {kwargs!r} of a reward: names and values are needed")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from areal_gym.errors import EnvError, UsageError
+from areal_gym.errors import EnvError, UsageError, choices
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-class _ColumnReward:
+class ColumnReward:
     """A reward that compares with a column of the row, whose name is an argument."""
 
     never_blocks: ClassVar[bool] = True
@@ -28,8 +28,13 @@ class _ColumnReward:
             raise EnvError(f"the row has no value in the column {column!r}")
         return row[column]
 
+    def golds(self, row: Mapping[str, Any]) -> list[str]:
+        """Return the right answers as texts: the value, or the items of a list."""
+        gold = self.gold(row)
+        return [str(each) for each in (gold if isinstance(gold, list | tuple) else [gold])]
 
-class Exact(_ColumnReward):
+
+class Exact(ColumnReward):
     """1 if the completion is the answer, else 0; spaces around them do not count.
 
     Args:
@@ -47,10 +52,8 @@ class Exact(_ColumnReward):
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
         """Return 1.0 or 0.0."""
-        gold = self.gold(row)
-        answers = gold if isinstance(gold, list | tuple) else [gold]
         text = self._normal(completion)
-        return float(any(text == self._normal(str(answer)) for answer in answers))
+        return float(any(text == self._normal(answer) for answer in self.golds(row)))
 
     def _normal(self, text: str) -> str:
         if self._ignore_punctuation:
@@ -58,3 +61,77 @@ class Exact(_ColumnReward):
         if self._ignore_case:
             text = text.casefold()
         return " ".join(text.split())
+
+
+class Length:
+    """1 for a length between two limits; outside of them it falls linearly to 0.
+
+    Args:
+        low: the fewest units.
+        high: the most units; None for no limit.
+        unit: "words" or "characters".
+        slope: how many units beyond a limit leave nothing [as many as the limit, at least 1].
+    """
+
+    never_blocks: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        low: int = 0,
+        high: int | None = None,
+        unit: str = "words",
+        slope: float | None = None,
+    ) -> None:
+        if unit not in ("words", "characters"):
+            raise UsageError(f"unit = {unit!r}", hints=choices(unit, ("words", "characters")))
+        if low < 0 or (high is not None and high < low) or (low == 0 and high is None):
+            raise UsageError(
+                f"low = {low!r}, high = {high!r}: a length from low to high is rewarded",
+                hints=["give one of them at least: high=200"],
+            )
+        if slope is not None and slope <= 0:
+            raise UsageError(f"slope = {slope!r}: a positive number of units")
+        self._low, self._high, self._unit, self._slope = low, high, unit, slope
+
+    def __call__(self, completion: str) -> float:
+        """Return a number from 0 to 1."""
+        length = len(completion.split()) if self._unit == "words" else len(completion)
+        if length < self._low:
+            beyond, limit = self._low - length, self._low
+        elif self._high is not None and length > self._high:
+            beyond, limit = length - self._high, self._high
+        else:
+            return 1.0
+        return max(0.0, 1.0 - beyond / (self._slope or max(1, limit)))
+
+
+class Format:
+    """1 if the completion consists of these tags, in this order, each once; else 0.
+
+    `tags=("think", "answer")` asks for `<think>...</think><answer>...</answer>` with nothing but
+    white space around them, and a text in each.
+
+    Args:
+        tags: the names of the tags.
+    """
+
+    never_blocks: ClassVar[bool] = True
+
+    def __init__(self, *, tags: Sequence[str] = ("think", "answer")) -> None:
+        if isinstance(tags, str) or not tags or len(set(tags)) < len(tags):
+            raise UsageError(f"tags = {tags!r}: a list of different names is needed")
+        self._tags = tuple(tags)
+
+    def __call__(self, completion: str) -> float:
+        """Return 1.0 or 0.0."""
+        rest = completion
+        for tag in self._tags:
+            opening, closing = f"<{tag}>", f"</{tag}>"
+            if completion.count(opening) != 1 or completion.count(closing) != 1:
+                return 0.0
+            before, _, rest = rest.partition(opening)
+            inside, end, rest = rest.partition(closing)
+            if before.strip() or not end or not inside.strip():
+                return 0.0
+        return float(not rest.strip())

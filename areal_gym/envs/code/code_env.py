@@ -124,7 +124,11 @@ class CodeEnv(QuestionEnv):
         """Run the hidden tests."""
         code = find_code(message["content"])
         tests = self._tests()
-        num_passed, num_unverifiable = (0, 0) if code is None else await self._run(code, tests)
+        num_passed, num_unverifiable = (0, 0)
+        if code is not None:
+            num_passed, num_unverifiable = await run_tests(
+                code, self.task.data, tests, self._sandbox, self.judging()
+            )
         share = num_passed / len(tests)
         is_solved = num_passed == len(tests)
         if not is_solved and self.num_turns < self.max_turns:
@@ -155,38 +159,46 @@ class CodeEnv(QuestionEnv):
             return cast(Sequence[Mapping[str, Any]], data["checks"])
         return [as_call(data["entry_point"], {**t, "args": thaw(t["args"])}) for t in data["tests"]]
 
-    async def _run(self, code: str, tests: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-        """Return how many tests pass, and how many only the policy's own code could decide."""
-        if len(code) > _MAX_CODE or any("\ud800" <= character <= "\udfff" for character in code):
-            return 0, 0
-        from areal_gym.sandbox import shared_sandbox
 
-        prompt = self.task.data.get("prompt", "")
-        # The signature that was given counts as imported: HumanEval's begins with imports.
-        imports = "\n".join(
-            line for line in prompt.splitlines() if line.startswith(("from ", "import "))
-        )
-        sandbox = self._sandbox
-        if isinstance(sandbox, str):
-            sandbox = shared_sandbox(sandbox)
-        calls = [test for test in tests if "call" in test]
-        num_passed = 0
-        for first in range(0, len(calls), _MAX_TESTS):
-            some = calls[first : first + _MAX_TESTS]
-            result = await sandbox.run(program(f"{imports}\n{code}", some), limits=_LIMITS)
-            if result.status is SandboxStatus.UNAVAILABLE:
-                raise SandboxError(result.stderr or "the sandbox is unavailable")
-            num_passed += count_passed(result, some, self.judging())
-        entry = self.task.data.get("entry_point", "")
-        orders = [order_of(test["check"], prompt, entry) for test in tests if "check" in test]
-        if not orders:
-            return num_passed, 0
-        # The tests' cell holds no code of the policy: it also runs where nothing can be walled in.
-        tests_sandbox = shared_sandbox(
-            "process", **({} if self._sandbox == "process" else {"min_level": "none"})
-        )
-        ends = await verify(sandbox, tests_sandbox, code, imports, orders, _STATEMENT_LIMITS)
-        return num_passed + ends.count(PASSED), ends.count(UNVERIFIABLE)
+async def run_tests(
+    code: str,
+    data: Mapping[str, Any],
+    tests: Sequence[Mapping[str, Any]],
+    sandbox: Sandbox | str,
+    boundary: JudgingBoundary,
+) -> tuple[int, int]:
+    """Return how many tests pass, and how many only the policy's own code could decide.
+
+    `data` is the task's; `boundary` counts comparisons that the code made fail.
+    """
+    if len(code) > _MAX_CODE or any("\ud800" <= character <= "\udfff" for character in code):
+        return 0, 0
+    from areal_gym.sandbox import shared_sandbox
+
+    prompt = data.get("prompt", "")
+    # The signature that was given counts as imported: HumanEval's begins with imports.
+    imports = "\n".join(
+        line for line in prompt.splitlines() if line.startswith(("from ", "import "))
+    )
+    is_process = sandbox == "process"
+    if isinstance(sandbox, str):
+        sandbox = shared_sandbox(sandbox)
+    calls = [test for test in tests if "call" in test]
+    num_passed = 0
+    for first in range(0, len(calls), _MAX_TESTS):
+        some = calls[first : first + _MAX_TESTS]
+        result = await sandbox.run(program(f"{imports}\n{code}", some), limits=_LIMITS)
+        if result.status is SandboxStatus.UNAVAILABLE:
+            raise SandboxError(result.stderr or "the sandbox is unavailable")
+        num_passed += count_passed(result, some, boundary)
+    entry = data.get("entry_point", "")
+    orders = [order_of(test["check"], prompt, entry) for test in tests if "check" in test]
+    if not orders:
+        return num_passed, 0
+    # The tests' cell holds no code of the policy: it also runs where nothing can be walled in.
+    tests_sandbox = shared_sandbox("process", **({} if is_process else {"min_level": "none"}))
+    ends = await verify(sandbox, tests_sandbox, code, imports, orders, _STATEMENT_LIMITS)
+    return num_passed + ends.count(PASSED), ends.count(UNVERIFIABLE)
 
 
 # ---- tests that are calls ------------------------------------------------------------------------

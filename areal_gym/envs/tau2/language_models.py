@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_gym.envs.chat_client import ChatClient
+from areal_gym.chat.chat_client import ChatClient
 from areal_gym.envs.tau2.domain_state import Arguments, CallResult
 from areal_gym.envs.tau2.simulation import Transcript
 from areal_gym.envs.tau2.users.base import Scene, UserTurn, opening_of

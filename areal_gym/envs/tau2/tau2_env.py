@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from areal_gym.chat.chat_client import ChatClient
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.responses import tool_message
 from areal_gym.envs.tau2.actions import parse_action
 from areal_gym.envs.tau2.benchmark_data import POLICIES, Case

@@ -14,10 +14,10 @@ from typing import Any
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.chat import Renderer
+from areal_gym.chat.chat_client import ChatClient
 from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import TextEnv
-from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import (
     AgentError,

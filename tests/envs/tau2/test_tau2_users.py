@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 import areal_gym
-from areal_gym.envs.chat_client import ChatClient
+from areal_gym.chat.chat_client import ChatClient
 from areal_gym.envs.checker import play
 from areal_gym.envs.tau2.domain_state import load_tools
 from areal_gym.envs.tau2.language_models import LLMJudge, LLMUser
@@ -248,7 +248,7 @@ class Server:
 
 @pytest.fixture
 def serve(monkeypatch):
-    monkeypatch.setattr("areal_gym.envs.chat_client.FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("areal_gym.chat.chat_client.FIRST_WAIT_S", 0.001)
     servers = []
 
     def start(*answers):
@@ -324,7 +324,7 @@ def test_failing_llm_user_server_is_an_env_error(serve, shop, answers):
 
 
 def test_unreachable_llm_user_is_an_env_error(shop, monkeypatch):
-    monkeypatch.setattr("areal_gym.envs.chat_client.FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("areal_gym.chat.chat_client.FIRST_WAIT_S", 0.001)
     user = LLMUser(shop[0], ChatClient("http://127.0.0.1:9/v1/"))
     user.open("Hi!")
     with pytest.raises(EnvError, match=":9/v1/chat/completions gave no answer"):
