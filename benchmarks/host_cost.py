@@ -34,8 +34,9 @@ from areal_gym.chat import Prompt
 from areal_gym.config import TrainerConfig
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine
-from areal_gym.engines.sglang.replies import Reply, read_answer
-from areal_gym.engines.sglang.server_client import ServerClient
+from areal_gym.engines.servers.replies import Reply
+from areal_gym.engines.sglang.sglang_client import SGLangClient
+from areal_gym.engines.sglang.sglang_replies import read_answer
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.recording.recorder import Recorder
@@ -111,7 +112,7 @@ class Sequences:
         self._bodies = [answer_body(rng) for _ in range(16)]
         self._replies = [tuple(rng.integers(VOCABULARY, size=REPLY).tolist()) for _ in range(16)]
         self._prompts = [tuple(rng.integers(VOCABULARY, size=PROMPT).tolist()) for _ in range(16)]
-        self._client = ServerClient("http://127.0.0.1:1")
+        self._client = SGLangClient("http://127.0.0.1:1")
         self._engine = ScriptedEngine([])
         self._text = "word " * SAMPLED
 

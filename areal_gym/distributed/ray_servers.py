@@ -1,4 +1,4 @@
-"""SGLang servers as Ray actors: each actor starts the server's process on the machine of its place.
+"""Servers as Ray actors: each actor starts the server's process on the machine of its place.
 
 An engine starts a `PlacedServer` like a `LaunchedServer`, and starts it again when it has died. The
 server ends with its actor, and the actor with the run.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.distributed.cluster import Cluster
-from areal_gym.engines.sglang.launch import LaunchedServer
+from areal_gym.engines.servers.launch import LaunchedServer
 from areal_gym.errors import EngineError
 
 

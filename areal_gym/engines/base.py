@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the protocol names tensors, but importing torch is the engi
     import torch
 
 __all__ = [
+    "BROKEN_WEIGHTS",
     "CountingEngine",
     "Engine",
     "Generation",
@@ -256,6 +257,10 @@ class LocalEngine(Engine, Protocol):
         """
 
 
+BROKEN_WEIGHTS = "broken"
+"""The version that a server reports after a partial transfer, so that it does not serve."""
+
+
 class WeightServer(Protocol):
     """One server whose weights are being replaced. Failures raise EngineError."""
 
@@ -264,24 +269,42 @@ class WeightServer(Protocol):
         """The server's base URL."""
 
     @property
-    def num_ranks(self) -> int:
-        """Processes that share the model; each takes its part of new weights."""
+    def protocol(self) -> str:
+        """The name of the protocol by which it takes tensors: "sglang" or "vllm"."""
 
     @property
-    def needs_update_session(self) -> bool:
-        """Whether tensors must be sent inside an update session."""
+    def num_ranks(self) -> int:
+        """Processes that share the model; each takes its part of new weights."""
 
     async def post(self, route: str, body: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a POST request; a refusal is an EngineError that quotes the server."""
 
-    async def load_from_disk(self, directory: Path, version: int) -> None:
-        """Load the checkpoint in `directory`; the server reports `version` from then on."""
+    async def load_from_disk(self, directory: Path, version: int, *, is_kept: bool = True) -> None:
+        """Load the checkpoint in `directory`; the server reports `version` from then on.
+
+        `is_kept`: the files stay as they are, for servers that come back.
+        """
 
     async def load_adapter(self, directory: Path, version: int) -> None:
         """Load the LoRA adapter in `directory`, for requests that name `adapter_name(version)`."""
 
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; return when no request uses it."""
+
+    async def abort_all(self) -> None:
+        """Ask for all requests back, with the tokens that they have."""
+
     async def set_version(self, version: str) -> None:
         """Let the server report `version`."""
+
+    async def begin_update(self) -> None:
+        """Begin to take tensors."""
+
+    async def end_update(self, version: int) -> None:
+        """End `begin_update`: all tensors of `version` have come."""
+
+    async def abandon_update(self) -> None:
+        """End an update that failed; the server reports `BROKEN_WEIGHTS`."""
 
 
 def adapter_name(version: int) -> str:

@@ -181,7 +181,7 @@ class EngineServer:
         try:
             requests = self._read(body)
             self.num_requests += 1
-            async with self._prepared(body):
+            async with self._prepared(body.lora_path):
                 answers = await asyncio.gather(*(self._answer(each, body) for each in requests))
         except ValueError as error:
             raise RequestBodyError(str(error)) from None
@@ -191,9 +191,9 @@ class EngineServer:
     # ---- one request: subclasses override these -------------------------------------------------
 
     @asynccontextmanager
-    async def _prepared(self, body: GenerateRequest) -> AsyncIterator[None]:
-        """Make the engine ready for `body`; raise ValueError if the server cannot serve it."""
-        if body.lora_path is not None:
+    async def _prepared(self, adapter: str | None) -> AsyncIterator[None]:
+        """Make the engine ready for an adapter; raise ValueError if the server has none such."""
+        if adapter is not None:
             raise ValueError("this server has no adapters")
         yield
 
@@ -296,7 +296,7 @@ class EngineServer:
             "weight_version": self.version,
         }
         if self.has_version_spans:
-            meta["weight_versions"] = _spans(request.versions)
+            meta["weight_versions"] = version_spans(request.versions)
         if body.return_logprob:
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = _rows(request.logprobs, request.token_ids)
@@ -315,8 +315,8 @@ def _rows(logprobs: Sequence[float | None], token_ids: Sequence[int]) -> list[li
     return [[logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)]
 
 
-def _spans(versions: Sequence[str]) -> list[dict[str, Any]]:
-    """Return runs of equal names, in SGLang's form."""
+def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
+    """Return runs of equal names, as SGLang and vLLM write them."""
     spans: list[dict[str, Any]] = []
     for position, name in enumerate(versions):
         if not spans or spans[-1]["version"] != name:

@@ -15,7 +15,7 @@ from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.engines.checkpoint_config import vocab_size_of
-from areal_gym.engines.sglang.launch import MEMORY_FLAG
+from areal_gym.engines.servers.server_engine import ServerEngine
 from areal_gym.errors import ConfigError, GymError, PluginError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.runs.components import check_types
@@ -23,8 +23,6 @@ from areal_gym.runs.run_display import Display
 from areal_gym.utils.command_words import command_words
 
 _REPORT_EVERY_S = 10
-EXPERTS_FLAG = "--enable-return-routed-experts"
-"""With it, a server of SGLang tells the experts of tokens."""
 
 
 def open_renderer(config: RunConfig, policy: Path) -> Renderer:
@@ -57,18 +55,19 @@ def open_renderer(config: RunConfig, policy: Path) -> Renderer:
 
 def _engine_settings(config: RunConfig) -> EngineConfig:
     settings, more = config.engine, dict[str, Any]()
+    engine_class = registry().load("engines", settings.id)
     if settings.id == "embedded" and config.model.trust_remote_code:
         more["trusts_code"] = True
-    elif settings.id == "sglang":
+    elif isinstance(engine_class, type) and issubclass(engine_class, ServerEngine):
         if config.cluster.rollout_workers:
             # Servers that several processes call must make them wait by themselves.
-            more["interrupt"] = "retract"
+            more["interrupt"] = engine_class.in_place
         if not settings.url:
             arguments = command_words(settings.kwargs.get("server_args"))
             if config.trainer.routing_replay:
-                arguments.append(EXPERTS_FLAG)
+                arguments += engine_class.experts_flags
             if config.trainer.colocate and not _is_for_cpus(arguments):
-                arguments.append(MEMORY_FLAG)
+                arguments += engine_class.memory_flags
             more["server_args"] = arguments
     return settings.model_copy(update={"kwargs": {**settings.kwargs, **more}})
 
@@ -105,14 +104,16 @@ def plugin_error(id: str, verb: str, error: Exception) -> GymError:
 
 
 async def _with_placed_servers(
-    settings: EngineConfig, policy: Path, cluster: Cluster, num_servers: int
+    engine_class: Any, settings: EngineConfig, policy: Path, cluster: Cluster, num_servers: int
 ) -> EngineConfig:
     from areal_gym.distributed.ray_servers import place_servers
 
     kwargs = dict(settings.kwargs)
     names = kwargs.keys() & {"command", "server_args", "start_timeout_s"}
     starting = {name: kwargs.pop(name) for name in names}
-    kwargs["processes"] = await place_servers(cluster, policy.absolute(), num_servers, **starting)
+    kwargs["processes"] = await place_servers(
+        cluster, policy.absolute(), num_servers, recipe=engine_class.recipe, **starting
+    )
     return settings.model_copy(update={"kwargs": kwargs})
 
 
@@ -132,13 +133,15 @@ async def open_engine(
     """
     renderer = open_renderer(config, policy)
     settings = _engine_settings(config)
-    if cluster is not None and config.cluster.servers:
-        settings = await _with_placed_servers(settings, policy, cluster, config.cluster.servers)
     engine_class = registry().load("engines", config.engine.id)
+    if cluster is not None and config.cluster.servers:
+        settings = await _with_placed_servers(
+            engine_class, settings, policy, cluster, config.cluster.servers
+        )
     if not hasattr(engine_class, "from_settings"):
         raise UsageError(
             f"the engine {config.engine.id!r} cannot serve a checkpoint",
-            hints=["engine.id=embedded and engine.id=sglang do"],
+            hints=["engine.id=embedded, engine.id=sglang and engine.id=vllm do"],
         )
     engine = _make_engine(engine_class, policy, settings)
     reporter = asyncio.create_task(_report_start(config.engine.id, display or Display()))

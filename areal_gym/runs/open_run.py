@@ -14,6 +14,7 @@ from areal_gym.distributed.cluster import Cluster, open_cluster
 from areal_gym.distributed.rollout_workers import RolloutWorkers, WorkerSetup
 from areal_gym.engines.base import Engine, TakeOverEngine
 from areal_gym.engines.server import EngineServer
+from areal_gym.engines.servers.server_engine import ServerEngine
 from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.runs.components import Components
@@ -163,8 +164,9 @@ async def _open_workers(
         return
     policy = policy.absolute()  # workers have a directory of their own
     async with AsyncExitStack() as stack:
-        if isinstance(engine, SGLangEngine):
-            urls = [state.client.url for state in engine.servers]
+        engine_class: type[ServerEngine] = SGLangEngine
+        if isinstance(engine, ServerEngine):
+            urls, engine_class = list(engine.server_urls), type(engine)
         else:
             server = EngineServer(engine, model_path=str(policy), host=cluster.host)
             await stack.enter_async_context(server)
@@ -173,7 +175,7 @@ async def _open_workers(
             env_factory=components.make_env,
             agent=components.agent,
             open_engine=partial(
-                SGLangEngine,
+                engine_class,
                 policy,
                 urls=urls,
                 max_context=engine.max_context,

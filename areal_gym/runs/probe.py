@@ -17,9 +17,10 @@ from areal_gym.chat import Renderer
 from areal_gym.config import RunConfig
 from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.errors import ConfigError, EnvError, EpisodeError
+from areal_gym.plugins import registry
 from areal_gym.recording import derive_seed
 from areal_gym.runs.components import Components
-from areal_gym.runs.open_engine import EXPERTS_FLAG, plugin_error
+from areal_gym.runs.open_engine import plugin_error
 from areal_gym.types import Message
 from areal_gym.utils.markup import counted
 
@@ -162,13 +163,13 @@ def _no_room(config: RunConfig, lengths: Sequence[int], max_context: int) -> Con
 def _require_experts(rows: Sequence[TokenSequence], config: RunConfig) -> None:
     if not config.trainer.routing_replay or all(row.routed_experts for row in rows):
         return
-    is_server = config.engine.id == "sglang"
+    flags = getattr(registry().load("engines", config.engine.id), "experts_flags", ())
     raise ConfigError(
         f"trainer.routing_replay = true, but the engine {config.engine.id!r} does not tell which "
         "experts it chooses",
         hints=[
-            f"start the servers of engine.url with {EXPERTS_FLAG}"
-            if is_server
+            f"start the servers of engine.url with {' '.join(flags)}"
+            if flags
             else "the engines embedded and sglang tell those of mixtures of experts",
             "or let the trainer's router choose: trainer.routing_replay=false",
         ],

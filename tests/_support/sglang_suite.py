@@ -10,8 +10,9 @@ import torch
 
 from areal_gym.config import LoraConfig, PluginConfig
 from areal_gym.engines.base import SamplingParams
+from areal_gym.engines.servers.server_client import RefusedError
 from areal_gym.engines.sglang import SGLangEngine
-from areal_gym.engines.sglang.server_client import RefusedError, ServerClient
+from areal_gym.engines.sglang.sglang_client import SGLangClient
 from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.chunked_logprobs import score_tokens
@@ -114,7 +115,7 @@ def sync_of(engine, id, directory, **kwargs):
 
 async def checksums(url):
     """Return the server's own checksums of its weights; None where it has none."""
-    server = ServerClient(url)
+    server = SGLangClient(url)
     try:
         answer = await server.post("/weights_checker", {"action": "checksum"}, timeout_s=60)
         return answer["ranks"][0]["checksums"]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_gym.engines.scripted import ScriptedEngine
+from areal_gym.engines.servers.server_client import RefusedError
 from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
-from areal_gym.engines.sglang.server_client import RefusedError
 from areal_gym.errors import EngineError, EngineUnreachableError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.trainer.weight_sync.adapters import LoraWeightSync

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from areal_gym.engines.scripted import ScriptedEngine
+from areal_gym.engines.servers.launch import LaunchedServer
 from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
-from areal_gym.engines.sglang.launch import LaunchedServer
 from areal_gym.errors import EngineError
 from tests._support.sglang_servers import ask, publish, until
 
@@ -118,7 +118,9 @@ def test_server_exit_at_start_is_an_error_with_its_last_output(tiny_policy):
 
 def test_missing_server_command_is_named(tiny_policy, tmp_path):
     async def scenario():
-        server = LaunchedServer(tiny_policy, command="no-such-program", log=tmp_path / "log")
+        server = LaunchedServer(
+            tiny_policy, recipe=SGLangEngine.recipe, command="no-such-program", log=tmp_path / "log"
+        )
         with pytest.raises(EngineError, match="no-such-program"):
             await server.start()
         await server.aclose()
@@ -130,6 +132,7 @@ def test_server_that_never_serves_is_ended(tiny_policy, tmp_path):
     async def scenario():
         server = LaunchedServer(
             tiny_policy,
+            recipe=SGLangEngine.recipe,
             command=[sys.executable, "-c", "import time; time.sleep(60)"],
             log=tmp_path / "log",
             start_timeout_s=0.3,
@@ -149,7 +152,9 @@ def test_closing_ends_all_child_processes_and_removes_the_log(tiny_policy, tmp_p
     stub.write_text(STUB)
 
     async def scenario():
-        server = LaunchedServer(tiny_policy, command=[sys.executable, stub])
+        server = LaunchedServer(
+            tiny_policy, recipe=SGLangEngine.recipe, command=[sys.executable, stub]
+        )
         await server.start()
         group = server.process_group
         assert len(members_of(group)) == 3
@@ -169,11 +174,13 @@ def test_launched_server_does_not_outlive_its_parent(tmp_path, number):
     script = f"""
 import asyncio, sys
 from pathlib import Path
-from areal_gym.engines.sglang.launch import LaunchedServer
+from areal_gym.engines.servers.launch import LaunchedServer
+from areal_gym.engines.sglang import SGLangEngine
 
 async def main():
     command = [sys.executable, {str(stub)!r}]
-    server = LaunchedServer(Path("p"), command=command, log=Path({str(tmp_path / "log")!r}))
+    log = Path({str(tmp_path / "log")!r})
+    server = LaunchedServer(Path("p"), recipe=SGLangEngine.recipe, command=command, log=log)
     await server.start()
     print(server.process_group, flush=True)
     await asyncio.sleep(60)
@@ -224,6 +231,6 @@ def test_server_that_keeps_dying_is_not_restarted_again(tiny_policy, tmp_path):
 
 
 def test_addresses_of_ipv6_have_brackets():
-    server = LaunchedServer(Path("policy"), host="::1", port=30000)
+    server = LaunchedServer(Path("policy"), recipe=SGLangEngine.recipe, host="::1", port=30000)
     assert server.url == "http://[::1]:30000"
     assert FakeSGLangServer(ScriptedEngine([]), host="::1", port=30000).url == server.url

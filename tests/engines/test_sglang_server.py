@@ -6,16 +6,17 @@ import pytest
 from aiohttp import web
 
 from areal_gym.engines.scripted import ScriptedEngine
+from areal_gym.engines.servers.server_client import RefusedError
 from areal_gym.engines.sglang import FakeSGLangServer
-from areal_gym.engines.sglang.replies import read_answer
-from areal_gym.engines.sglang.server_client import RefusedError, ServerClient
+from areal_gym.engines.sglang.sglang_client import SGLangClient
+from areal_gym.engines.sglang.sglang_replies import read_answer
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 from tests._support.sglang_servers import count, fake, until, website
 
 
 def post_to(url, route="/x", body=None, **options):
     async def post():
-        server = ServerClient(url)
+        server = SGLangClient(url)
         try:
             return await server.post(route, body or {}, **options)
         finally:
@@ -89,7 +90,7 @@ def test_closing_fails_waiting_requests():
             await asyncio.sleep(60)
 
         async with website(handle) as url:
-            server = ServerClient(url)
+            server = SGLangClient(url)
             waiting = asyncio.create_task(server.post("/x", {}))
             await asked.wait()
             await server.aclose()
@@ -103,12 +104,12 @@ def test_closing_fails_waiting_requests():
 @pytest.mark.parametrize("url", ["", "ftp://a:1", "http://", "http://a:port", "http://a:99999"])
 def test_invalid_url_is_refused(url):
     with pytest.raises(ConfigError, match="is not the URL"):
-        ServerClient(url)
+        SGLangClient(url)
 
 
 def test_short_urls_are_completed():
-    assert ServerClient("a:30000/").url == "http://a:30000"
-    assert "--host a --port 443" in ServerClient("https://a").start_command
+    assert SGLangClient("a:30000/").url == "http://a:30000"
+    assert "--host a --port 443" in SGLangClient("https://a").start_command
 
 
 @pytest.mark.parametrize(
@@ -135,8 +136,8 @@ def test_probe_recognises_server_versions():
         facts = {}
         for version in ("0.5.18", "0.5.20", "0.5.23"):
             async with fake(emulate=version) as running:
-                server = ServerClient(running.url)
-                facts[version] = (await server.probe()).can_retract, server.needs_update_session
+                server = SGLangClient(running.url)
+                facts[version] = (await server.probe()).can_set_aside, server.needs_update_session
                 await server.aclose()
         assert facts == {
             "0.5.18": (False, False),

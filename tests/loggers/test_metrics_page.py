@@ -8,7 +8,7 @@ import pytest
 
 from areal_gym.config import load_config
 from areal_gym.engines.embedded.requests import EngineStats
-from areal_gym.engines.sglang.server_pool import SGLangStats
+from areal_gym.engines.servers.server_pool import ServerStats
 from areal_gym.plugins import PluginManager, Registry, set_registry
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
@@ -51,7 +51,7 @@ ELSEWHERE = {
     "memory/gpu_peak_mb",
     "memory/gpu_reserved_mb",
     "rollout/rejected/<filter>/<reason>",
-    *(f"engine/{field.name}" for field in dataclasses.fields(SGLangStats)),
+    *(f"engine/{field.name}" for field in dataclasses.fields(ServerStats)),
 }
 
 # The items of the design's list, in its words, and where each is found in an asynchronous run.

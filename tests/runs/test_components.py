@@ -11,7 +11,8 @@ from areal_gym.chat import Renderer
 from areal_gym.config import load_config
 from areal_gym.engines.base import Generation
 from areal_gym.engines.scripted import ScriptedEngine
-from areal_gym.engines.sglang.launch import LaunchedServer
+from areal_gym.engines.servers.launch import LaunchedServer
+from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import ConfigError, EnvError, PluginError, UsageError
 from areal_gym.plugins import EngineSpec, EnvSpec, PluginManager, Registry, hookimpl, set_registry
@@ -217,7 +218,9 @@ def test_uncheckable_annotations_are_ignored():
 
 def test_log_directory_is_created_or_named_in_the_error(tmp_path):
     async def start(log):
-        server = LaunchedServer(tmp_path, command=["true"], log=log, start_timeout_s=30)
+        server = LaunchedServer(
+            tmp_path, recipe=SGLangEngine.recipe, command=["true"], log=log, start_timeout_s=30
+        )
         try:
             await server.start()
         finally:

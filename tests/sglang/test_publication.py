@@ -101,7 +101,7 @@ async def load_from(engine, directory, version):
 
 
 async def send_and_break_off(engine, bucket):
-    async with engine.updating(2) as servers, update_session(servers) as alive:
+    async with engine.updating(2) as servers, update_session(servers, 2) as alive:
         body = {
             "serialized_named_tensors": [b"".join(encoded(bucket)).decode()],
             "load_format": "flattened_bucket",

@@ -10,7 +10,7 @@ import torch
 from conftest import running_server
 
 from areal_gym.config import TrainerConfig
-from areal_gym.engines.sglang.fake_tensors import read_weights
+from areal_gym.engines.servers.fake_tensors import read_weights
 from areal_gym.engines.weight_relay import WeightRelay
 from areal_gym.errors import EngineError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, weight_files

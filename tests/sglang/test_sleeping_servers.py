@@ -6,7 +6,7 @@ import pytest
 from conftest import require_retract, running_server
 from test_runs import config_of
 
-from areal_gym.engines.sglang.server_client import ServerClient
+from areal_gym.engines.sglang.sglang_client import SGLangClient
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
 from tests._support.sglang_suite import (
@@ -104,7 +104,7 @@ def test_next_run_wakes_servers_that_a_killed_one_left_asleep(
 def test_run_with_servers_and_trainer_in_turns(kind, server, policies, shaped_env, tmp_path, extra):
     async def serve_the_base():
         async with engine_over(policies[0], server):
-            client = ServerClient(server)
+            client = SGLangClient(server)
             await client.reload(str(policies[0]))
             await client.aclose()
 

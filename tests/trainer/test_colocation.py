@@ -12,7 +12,7 @@ from areal_gym.engines.base import LocalEngine
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.engines.sglang.fake import FakeSGLangServer
-from areal_gym.engines.sglang.server_client import ServerClient
+from areal_gym.engines.sglang.sglang_client import SGLangClient
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.trainer.algorithms.losses import ppo_clip
@@ -124,7 +124,7 @@ def test_fake_server_ends_when_released_memory_is_used(policy):
     async def play():
         engine = EmbeddedEngine.from_checkpoint(policy, max_context=64)
         async with FakeSGLangServer(engine, model_path=str(policy)) as server:
-            client = ServerClient(server.url)
+            client = SGLangClient(server.url)
             await client.post("/release_memory_occupation", {"tags": ["kv_cache"]})
             with pytest.raises(EngineError, match="503"):
                 await client.post("/release_memory_occupation", {"tags": ["kv_cache"]})

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from areal_gym.config import PluginConfig
+from areal_gym.engines.servers.fake_tensors import read_weights
 from areal_gym.engines.sglang import SGLangEngine
-from areal_gym.engines.sglang.fake_tensors import read_weights
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.trainer.weight_sync import make_weight_sync
 from areal_gym.trainer.weight_sync.launched_relay import LaunchedRelay

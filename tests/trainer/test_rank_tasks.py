@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from areal_gym.config import TrainerConfig
-from areal_gym.engines.sglang.fake_tensors import read_weights
+from areal_gym.engines.servers.fake_tensors import read_weights
 from areal_gym.errors import TrainError
 from areal_gym.models.hf.hf_loading import build_policy
 from areal_gym.models.tiny.checkpoint_files import weight_files

@@ -1,28 +1,23 @@
 """The control routes of the fake SGLang server that change weights.
 
-Received tensors are decoded as SGLang decodes them and loaded into the engine behind the server,
-which must be in this process (`LocalEngine`).
+Received tensors are decoded as SGLang decodes them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Set
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from aiohttp import web
 from pydantic import Field
 
-from areal_gym.engines.base import LocalEngine
-from areal_gym.engines.server import EngineServer
-from areal_gym.engines.server_requests import GenerateRequest, Name, Request, read_request
-from areal_gym.engines.sglang.fake_tensors import LoadedAdapter, read_weights, receive, unpacked
-from areal_gym.engines.sglang.replies import INITIAL_WEIGHTS
+from areal_gym.engines.server_requests import Name, Request, read_request
+from areal_gym.engines.servers.fake_server import FakeServer
+from areal_gym.engines.servers.fake_tensors import read_weights, receive, unpacked
 from areal_gym.errors import EngineError
 from areal_gym.utils.http_servers.aiohttp_site import Handler
 
@@ -74,39 +69,18 @@ class _RefusedError(Exception):
     """A route refuses; the message is SGLang's."""
 
 
-class FakeWeights(EngineServer):
-    """An `EngineServer` with the routes that change weights.
+class FakeWeights(FakeServer):
+    """A `FakeServer` with SGLang's routes that change weights."""
 
-    Adapters are merged into the weights when a request asks for one, so that all requests that are
-    sampled at the same time use the same adapter, or none; those that ask for another one wait.
-    """
-
-    version = INITIAL_WEIGHTS
-    """The server's name for its weights; publications set it."""
     has_update_sessions = True
     """Whether tensors must come between a begin and an end."""
-    _changed: asyncio.Condition
-    """Is notified when requests end, and when generation is paused or goes on."""
-    released: Set[str] = frozenset()
-    """The kinds of memory that were released and not resumed; there is none to save."""
-    _num_published = 0
+    _is_in_session = False
 
     def forget_weights(self) -> None:
         """Begin with the weights of `model_path` again."""
+        super().forget_weights()
         self._is_in_session = False
-        self.released = frozenset()
-        self._weights: dict[str, Any] = {}
-        """Tensors received so far: a server loads them by name, in any number of parts."""
         self._groups: dict[str, Any] = {}
-        self._adapters: dict[str, LoadedAdapter] = {}
-        self._adapter: str | None = None
-        """The adapter that is merged into the engine's weights."""
-        self._num_users: Counter[str | None] = Counter()
-        """Requests by the adapter that they are sampled with."""
-
-    def quiet(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which nothing is sampled."""
-        raise NotImplementedError
 
     def _routes(self) -> list[tuple[str, str, Handler]]:
         rows: list[tuple[str, Callable[[Any], Awaitable[_Answer]], type[Request]]] = [
@@ -208,10 +182,8 @@ class FakeWeights(EngineServer):
         name, path = body.lora_name, Path(body.lora_path)
         if name in self._adapters:
             return self._adapters_now(f"LoRA adapter {name} is already loaded.")
-        if not os.path.isfile(path / "adapter_config.json"):
-            return self._adapters_now(f"no adapter_config.json in {path}")
         try:
-            self._adapters[name] = await asyncio.to_thread(LoadedAdapter, path)
+            await self.load_adapter(name, path)
         except Exception as error:  # untrusted files
             return self._adapters_now(f"{path} cannot be read: {error!r}")
         return self._adapters_now()
@@ -228,78 +200,11 @@ class FakeWeights(EngineServer):
         loaded = {name: str(adapter.path) for name, adapter in self._adapters.items()}
         return {"success": not error, "error_message": error, "loaded_adapters": loaded}
 
-    @asynccontextmanager
-    async def _prepared(self, body: GenerateRequest) -> AsyncIterator[None]:
-        name, num_users = body.lora_path, self._num_users
-        async with self._changed:
-            await self._changed.wait_for(lambda: num_users.total() == num_users[name])
-            if name is not None and name not in self._adapters:
-                raise ValueError(f"Got LoRA adapter that has never been loaded: {name}")
-            if name != self._adapter:
-                weights = self._base()
-                if name is not None:
-                    try:
-                        weights = self._adapters[name].merged_into(weights)
-                    except Exception as error:  # untrusted files
-                        raise ValueError(f"the adapter {name} cannot be used: {error!r}") from None
-                await self._publish(weights)
-                self._adapter = name
-            num_users[name] += 1
-        try:
-            yield
-        finally:
-            num_users[name] -= 1
-            async with self._changed:
-                self._changed.notify_all()
-
-    async def _score(self, token_ids: list[int]) -> list[float]:
-        return await asyncio.to_thread(self._scores, token_ids)
-
-    def _scores(self, token_ids: list[int]) -> list[float]:
-        import torch
-
-        from areal_gym.models.flat_batch import causal_attend
-        from areal_gym.models.tiny import load_checkpoint
-
-        decoder = load_checkpoint(Path(self.model_path))
-        decoder.load_state_dict(self._base())
-        ids = torch.tensor(token_ids)
-        with torch.no_grad():
-            hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
-            logprobs = decoder.logits(hidden).log_softmax(-1)
-        scores: list[float] = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
-        return scores
-
-    def _base(self) -> dict[str, Any]:
-        """Return the weights without any adapter."""
-        if not self._weights:
-            self._weights = read_weights(Path(self.model_path))
-        return self._weights
-
-    async def _publish(self, tensors: dict[str, Any]) -> None:
-        if not isinstance(self.engine, LocalEngine):
-            raise EngineError("the engine behind this server takes no weights")
-        self._num_published += 1
-        await self.engine.publish(tensors.items(), self._num_published)
-
-    async def _require(self, holds: bool) -> None:
-        """End, as the real server does, when memory is used that was released."""
-        if not holds:
-            self._death = asyncio.create_task(EngineServer.aclose(self))
-            raise web.HTTPServiceUnavailable
-
     async def _load(self, tensors: dict[str, Any], version: str | None, message: str) -> _Answer:
-        await self._require("weights" not in self.released)
-        complete = {**await asyncio.to_thread(self._base), **tensors}
         failures = (EngineError, AttributeError, RuntimeError, TypeError, ValueError)
-        async with self.quiet():
-            with _refusing("Failed to update weights", *failures):
-                await self._publish(complete)
-            self._weights, self._adapter = complete, None
-            if version is not None:
-                self.version = version
-                message += f" Weight version updated to {version}."
-        return message
+        with _refusing("Failed to update weights", *failures):
+            await self.load(tensors, version)
+        return message + (f" Weight version updated to {version}." if version is not None else "")
 
     def _require_session(self, route: str) -> None:
         if self.has_update_sessions and not self._is_in_session:

@@ -1,46 +1,15 @@
-"""The SGLang engine: samples a policy that other processes serve, token-exactly.
-
-    generate:  [gate] -> a server -> /generate -> stop, length       the turn is complete
-                  ^                     |
-                  |                     +-- stop at another token     continue
-                  |                     +-- abort by a publication    keep the tokens, continue
-                  |                     +-- server lost, 5xx, timeout retry, within the budget
-                  +---------------------+
-
-    updating:  gate closes; generation is interrupted; weights change; each server must report
-               the new version; gate opens (`publication`)
-
-A publication interrupts generation in one of two ways. "abort", on every version of SGLang:
-requests end with the tokens they have, and are sent again with them as part of the prompt.
-"retract": the server sets requests aside and recomputes their caches under the new weights.
-
-No token gets a version that it was not sampled under. Servers since 0.5.19 report the version per
-token. With older ones it is the version when the request was sent, and no request is in flight
-while weights change: aborting is repeated until all have come back.
-"""
+"""The SGLang engine: samples a policy that SGLang serves."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager
-from pathlib import Path
-from typing import Literal, Self
-
-from areal_gym.config import EngineConfig
-from areal_gym.engines.base import Generation, Piece, SamplingParams, WeightServer, stream_in_chunks
-from areal_gym.engines.checkpoint_config import num_layers_of, vocab_size_of
-from areal_gym.engines.sglang.launch import MEMORY_FLAG, LaunchedServer, ServerProcess
-from areal_gym.engines.sglang.server_client import ServerClient, ServerFacts
-from areal_gym.engines.sglang.server_pool import ServerState
-from areal_gym.engines.sglang.turn_sampler import TurnSampler
-from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
-
-_STREAM_CHUNK = 16
-"""Tokens per piece of a stream; the server's prefix cache makes continuing cheap."""
+from areal_gym.engines.servers.launch import StartRecipe
+from areal_gym.engines.servers.server_client import ServerClient, ServerFacts
+from areal_gym.engines.servers.server_engine import ServerEngine
+from areal_gym.engines.sglang.sglang_client import SGLangClient
+from areal_gym.errors import ConfigError
 
 
-class SGLangEngine(TurnSampler):
+class SGLangEngine(ServerEngine):
     """Samples a policy that SGLang serves.
 
     Args:
@@ -69,196 +38,24 @@ class SGLangEngine(TurnSampler):
         ConfigError: arguments that do not fit together.
     """
 
-    def __init__(
-        self,
-        policy: Path,
-        *,
-        urls: Sequence[str] = (),
-        max_context: int = 4096,
-        interrupt: Literal["abort", "retract"] = "abort",
-        max_retries: int = 3,
-        request_timeout_s: float = 3600.0,
-        grace_s: float = 60.0,
-        health_interval_s: float = 5.0,
-        take_over: bool = False,
-        is_guest: bool = False,
-        has_adapters: bool = False,
-        num_servers: int = 1,
-        command: str | Sequence[str] | None = None,
-        server_args: str | Sequence[str] = (),
-        gpus: Sequence[str] = (),
-        log_dir: str | Path | None = None,
-        start_timeout_s: float = 600.0,
-        processes: Sequence[ServerProcess] = (),
-    ) -> None:
-        if interrupt not in ("abort", "retract"):
-            raise ConfigError(f"unknown interrupt {interrupt!r}; available: abort, retract")
-        if gpus and len(gpus) != num_servers:
-            raise ConfigError(
-                f"gpus lists devices of {len(gpus)} servers, but num_servers = {num_servers}"
-            )
-        self.max_context = max_context
-        self.takes_grammars = True
-        self.take_over = take_over
-        self._policy = policy
-        self._must_retract = is_guest or interrupt == "retract"
-        started = list(processes)
-        for index in range(0 if urls or started else num_servers):
-            started.append(
-                LaunchedServer(
-                    policy,
-                    command=command,
-                    server_args=server_args,
-                    gpus=str(gpus[index]) if gpus else None,
-                    log=None if log_dir is None else Path(log_dir, f"sglang-{index}.log"),
-                    start_timeout_s=start_timeout_s,
-                )
-            )
-        super().__init__(
-            [ServerState(ServerClient(url, policy=policy)) for url in dict.fromkeys(urls)]
-            + [ServerState(ServerClient(p.url, policy=policy), p) for p in started],
-            max_retries=max_retries,
-            request_timeout_s=request_timeout_s,
-            may_retract=interrupt == "retract",
-            follows_adapters=is_guest and has_adapters,
-            num_layers=num_layers_of(policy),
-            grace_s=grace_s,
-            interval_s=health_interval_s,
-            is_guest=is_guest,
+    client_class = SGLangClient
+    recipe = StartRecipe(
+        name="sglang",
+        python_arguments=("-m", "sglang.launch_server"),
+        model_flag="--model-path",
+    )
+    in_place = "retract"
+    memory_flags = ("--enable-memory-saver",)  # needs torch-memory-saver
+    experts_flags = ("--enable-return-routed-experts",)
+
+    def _cannot_set_aside(self, client: ServerClient, facts: ServerFacts) -> ConfigError:
+        return ConfigError(
+            f"SGLang {facts.version} at {client.url} cannot set requests aside while weights "
+            "change, or while a trainer uses its GPU",
+            hints=[
+                "SGLang 0.5.21 and later can",
+                "engine.kwargs.interrupt=abort works with every version, where only one "
+                "process samples",
+                "with trainer.colocate=true: trainer.colocate=false",
+            ],
         )
-
-    @classmethod
-    def from_settings(cls, policy: Path, settings: EngineConfig) -> Self:
-        """Make the engine of a run's settings; `engine.kwargs` are the constructor's arguments.
-
-        Raises:
-            ConfigError: arguments that do not fit together.
-            TypeError: unknown arguments.
-        """
-        return cls(policy, urls=settings.url, max_context=settings.max_context, **settings.kwargs)
-
-    async def start(self) -> None:
-        """Start servers if no URLs were given, and probe all servers.
-
-        Raises:
-            EngineError: one does not answer, or ended while starting.
-            ConfigError: one is not an SGLang server, or does not support the settings.
-        """
-        processes = (state.process for state in self.servers)
-        await asyncio.gather(*(process.start() for process in processes if process is not None))
-        try:
-            await super().start()
-        except EngineUnreachableError:
-            raise
-        except EngineError as error:
-            raise ConfigError(error.message, hints=error.hints) from error
-        vocab_size = vocab_size_of(self._policy)
-        for state in self.servers:
-            if state.facts is not None:
-                self._check(state.client, state.facts, vocab_size)
-                self.max_context = min(self.max_context, state.facts.max_context)
-
-    def _check(self, client: ServerClient, facts: ServerFacts, vocab_size: int | None) -> None:
-        """Raise ConfigError if the server does not support the settings or the policy."""
-        if self._must_retract and not facts.can_retract:
-            raise ConfigError(
-                f"SGLang {facts.version} at {client.url} cannot set requests aside while weights "
-                "change",
-                hints=[
-                    "SGLang 0.5.21 and later can",
-                    "engine.kwargs.interrupt=abort works with every version, where only one "
-                    "process samples",
-                ],
-            )
-        if None not in (vocab_size, facts.vocab_size) and vocab_size != facts.vocab_size:
-            raise ConfigError(
-                f"{client.url} serves {facts.model_path}, whose vocabulary has "
-                f"{facts.vocab_size} tokens; that of {self._policy} has {vocab_size}",
-                hints=[f"start the server with the policy: {client.start_command}"],
-            )
-
-    # ---- generation ---------------------------------------------------------------------------
-
-    async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
-    ) -> Generation:
-        """Sample a continuation; see `Engine.generate`.
-
-        Raises:
-            EngineError: the prompt does not fit, or the retry budget is spent.
-            EngineUnreachableError: no server served for the grace period.
-        """
-        room = min(params.max_new_tokens, self.max_context - len(prompt_ids))
-        if not prompt_ids or room <= 0:
-            raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens; 1 to {self.max_context - 1} fit"
-            )
-        return await self._sample(prompt_ids, params, room, session)
-
-    def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
-    ) -> AsyncGenerator[Piece, None]:
-        """Sample in pieces; see `StreamingEngine.stream`.
-
-        With a grammar there is one piece, because a grammar cannot be resumed in the middle.
-
-        Raises:
-            EngineError: as `generate`.
-        """
-        return stream_in_chunks(
-            self,
-            prompt_ids,
-            params,
-            session=session,
-            chunk_tokens=_STREAM_CHUNK if params.grammar is None else self.max_context,
-        )
-
-    # ---- publication --------------------------------------------------------------------------
-
-    @property
-    def server_urls(self) -> Sequence[str]:
-        """The base URLs of all servers, lost ones too."""
-        return [state.client.url for state in self.servers]
-
-    def updating(
-        self, version: int, *, must_abort: bool = False
-    ) -> AbstractAsyncContextManager[Sequence[WeightServer]]:
-        """Interrupt generation for new weights; see `RemoteEngine.updating`.
-
-        Raises:
-            EngineError: no server took the new weights.
-            EngineUnreachableError: no server answered for the grace period.
-        """
-        return self._gate.updating(version, must_abort=must_abort)
-
-    # ---- colocation ---------------------------------------------------------------------------
-
-    def require_sleep(self) -> None:
-        """Refuse servers that cannot release their memory; on CPUs there is none to release.
-
-        Raises:
-            ConfigError: names the server, and what it must be started with.
-        """
-        for state in self.servers:
-            facts = state.facts
-            if facts is None:
-                continue
-            if not facts.can_retract:
-                raise ConfigError(
-                    f"SGLang {facts.version} at {state.client.url} cannot set requests aside while "
-                    "the trainer uses its GPU",
-                    hints=["SGLang 0.5.21 and later can", "or: trainer.colocate=false"],
-                )
-            if facts.device != "cpu" and not facts.frees_memory:
-                raise ConfigError(
-                    f"{state.client.url} cannot release its memory for trainer.colocate=true",
-                    hints=[f"start it so: {state.client.start_command} {MEMORY_FLAG}"],
-                )
-
-    async def sleep(self, *, keeps_weights: bool = False) -> None:
-        """Let the servers release their memory; see `SleepingEngine.sleep`."""
-        await self._gate.sleep(keeps_weights=keeps_weights)
-
-    async def wake_up(self) -> None:
-        """Let the servers go on; see `SleepingEngine.wake_up`."""
-        await self._gate.wake_up()

@@ -18,7 +18,6 @@ from areal_gym.trainer.base import Weights
 from areal_gym.trainer.weight_sync.base import on_all, require_remote
 from areal_gym.utils.files import readable_disk_errors, write_atomic
 
-_LOAD_S = 120.0
 _ABORT_EVERY_S = 0.25
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_A\.weight")
 
@@ -97,14 +96,14 @@ async def _retire(server: WeightServer, names: Sequence[str]) -> None:
 
     async def unload() -> None:
         for name in names:
-            await server.post("/unload_lora_adapter", {"lora_name": name}, timeout_s=_LOAD_S)
+            await server.unload_adapter(name)
 
     unloading = asyncio.create_task(unload())
     try:
         while True:
             # No request gets the old ones any more once this has begun, but those that have them
             # are waited for.
-            await server.post("/abort_request", {"rid": "", "abort_all": True}, timeout_s=_LOAD_S)
+            await server.abort_all()
             await asyncio.wait({unloading}, timeout=_ABORT_EVERY_S)
             if unloading.done():
                 return await unloading

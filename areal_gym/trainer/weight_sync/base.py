@@ -20,10 +20,6 @@ from areal_gym.plugins import registry
 from areal_gym.trainer.base import AdapterWeightSync, GroupTrainer, Weights, WeightSync
 from areal_gym.trainer.weight_sync.rank_tasks import TrainerWeights
 
-_CONTROL_S = 120.0
-BROKEN_WEIGHTS = "broken"
-"""The version that a server reports after a partial transfer, so that it does not serve."""
-
 
 def weights_for(weight_sync: WeightSync, trainer: GroupTrainer) -> Weights:
     """Return what this weight sync publishes: the trainer's weights, or its adapter."""
@@ -103,8 +99,10 @@ async def on_all(
 
 
 @asynccontextmanager
-async def update_session(servers: Sequence[WeightServer]) -> AsyncIterator[list[WeightServer]]:
-    """Begin and end an update on every server that requires it (SGLang 0.5.21 and later).
+async def update_session(
+    servers: Sequence[WeightServer], version: int
+) -> AsyncIterator[list[WeightServer]]:
+    """Begin and end an update to `version` on every server.
 
     Yields the servers where it began. Failed servers are removed from the list; the engine notices
     that they do not report the new version.
@@ -113,23 +111,16 @@ async def update_session(servers: Sequence[WeightServer]) -> AsyncIterator[list[
         EngineError: no server is left.
     """
 
-    async def post(server: WeightServer, route: str) -> None:
-        if server.needs_update_session:
-            await server.post(route, {}, timeout_s=_CONTROL_S)
-
-    alive = await on_all(servers, lambda server: post(server, "/begin_weight_update"))
+    alive = await on_all(servers, lambda server: server.begin_update())
     try:
         yield alive
     except BaseException:
-        # Some of the new weights are loaded, under the name of the old ones.
-        body = {"new_version": BROKEN_WEIGHTS, "abort_all_requests": False}
-        for route, content in (("/end_weight_update", {}), ("/update_weight_version", body)):
-            await asyncio.gather(
-                *(server.post(route, content, timeout_s=_CONTROL_S) for server in alive),
-                return_exceptions=True,  # the first error is the one to report
-            )
+        await asyncio.gather(
+            *(server.abandon_update() for server in alive),
+            return_exceptions=True,  # the first error is the one to report
+        )
         raise
-    await on_all(alive, lambda server: post(server, "/end_weight_update"))
+    await on_all(alive, lambda server: server.end_update(version))
 
 
 def sent_type(name: str | None) -> torch.dtype | None:

@@ -33,7 +33,6 @@ from areal_gym.utils.changed_elements import as_bits, checksum, encode_changes
 
 _QUICK_S = 30.0
 _TRANSFER_S = 3600.0
-_LOAD_S = 600.0
 _KEPT = "weight_sync.last_sent"
 _TYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
@@ -118,10 +117,8 @@ class DeltaWeightSync:
             relay = relays[server.url]
             if relay in failures:
                 raise failures[relay]
-            # Not `load_from_disk`: a server that comes back must not read files that change.
-            body = {"model_path": directories[relay], "weight_version": str(version)}
-            route = "/update_weights_from_disk"
-            await server.post(route, {**body, "flush_cache": True}, timeout_s=_LOAD_S)
+            # A server that comes back must not read files that change.
+            await server.load_from_disk(Path(directories[relay]), version, is_kept=False)
 
         async with self._engine.updating(version) as servers:
             await on_all(servers, load)

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_gym.engines.base import Engine, WeightServer
+from areal_gym.engines.base import BROKEN_WEIGHTS, Engine, WeightServer
 from areal_gym.errors import EngineError
 from areal_gym.trainer.base import Weights
 from areal_gym.trainer.weight_sync.base import (
-    BROKEN_WEIGHTS,
     on_all,
     require_remote,
     sent_type,
@@ -95,7 +94,7 @@ class DistributedWeightSync:
     async def _publish_to(
         self, servers: Sequence[WeightServer], weights: Weights, version: int
     ) -> None:
-        async with update_session(servers) as alive:
+        async with update_session(servers, version) as alive:
             urls = tuple(server.url for server in alive)
             task = Broadcast(urls, version, self._options)
             await asyncio.to_thread(run_task, weights, task, self._kept)
@@ -111,10 +110,15 @@ class DistributedWeightSync:
 
 async def _answering(servers: Sequence[WeightServer]) -> list[WeightServer]:
     """Return the servers that still answer; what they have loaded must not be sampled with."""
-    body = {"new_version": BROKEN_WEIGHTS, "abort_all_requests": False}
+
+    async def mark(server: WeightServer) -> None:
+        try:
+            async with asyncio.timeout(_QUICK_S):
+                await server.set_version(BROKEN_WEIGHTS)
+        except TimeoutError:
+            raise EngineError(f"{server.url} gave no answer within {_QUICK_S:g} s") from None
+
     try:
-        return await on_all(
-            servers, lambda s: s.post("/update_weight_version", body, timeout_s=_QUICK_S)
-        )
+        return await on_all(servers, mark)
     except EngineError:
         return []

@@ -74,7 +74,10 @@ class TensorWeightSync:
         Raises:
             EngineError: no server took the weights.
         """
-        async with self._engine.updating(version) as servers, update_session(servers) as alive:
+        async with (
+            self._engine.updating(version) as servers,
+            update_session(servers, version) as alive,
+        ):
             urls = tuple(server.url for server in alive)
             task = _Post(urls, version, self._bucket_bytes, self._dtype, self._driver)
             failed = await asyncio.to_thread(run_task, weights, task, self._kept)

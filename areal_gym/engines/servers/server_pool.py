@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_gym.engines.sglang.launch import ServerProcess
-from areal_gym.engines.sglang.replies import INITIAL_WEIGHTS, version_of
-from areal_gym.engines.sglang.server_client import ServerClient, ServerFacts, is_refused
-from areal_gym.engines.sglang.sleep import wake_forgotten
+from areal_gym.engines.base import BROKEN_WEIGHTS
+from areal_gym.engines.servers.launch import ServerProcess
+from areal_gym.engines.servers.replies import INITIAL_WEIGHTS, version_of
+from areal_gym.engines.servers.server_client import ServerClient, ServerFacts, is_refused
 from areal_gym.errors import EngineError, EngineUnreachableError
 
 _MAX_FAILURES = 3
@@ -34,7 +34,7 @@ _MAX_RELAUNCHES = 3
 
 
 @dataclass(slots=True)
-class SGLangStats:
+class ServerStats:
     """Counters since the start."""
 
     num_calls: int = 0
@@ -77,6 +77,17 @@ class ServerState:
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last request in flight ends."""
 
+    @contextmanager
+    def request_in_flight(self) -> Iterator[None]:
+        """Count a request while it is in flight."""
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            if not self.num_in_flight:
+                self.drained.set()
+
     async def reported_version(self) -> int:
         """Return the version that the server reports; raise EngineError if it reports none."""
         return version_of(await self.client.weight_version())
@@ -99,7 +110,7 @@ class ServerPool:
         self.is_guest = is_guest
         self.policy_version = 0
         """The version of the weights that sample now; a server must report it to serve."""
-        self.stats = SGLangStats()
+        self.stats = ServerStats()
         self.lock = asyncio.Lock()
         """Held while weights change: during a publication, or when a server comes back."""
         self.is_asleep = False
@@ -151,10 +162,10 @@ class ServerPool:
         if not self.is_guest:
             with suppress(EngineError):  # `probe` gives the better error
                 # A run that was killed during a publication leaves the server paused.
-                await state.client.post("/continue_generation", {})
+                await state.client.resume()
         state.facts = facts = await state.client.probe()
         if not self.is_guest:
-            await wake_forgotten(state.client, facts.weight_version, facts.model_path)
+            await state.client.wake_forgotten(facts)
         if not self.is_guest and version_of(state.facts.weight_version) != 0:
             # A number from another run would look like one of this run.
             await state.client.set_version(INITIAL_WEIGHTS)
@@ -297,6 +308,10 @@ class ServerPool:
             self.stats.num_relaunches += 1
             await state.process.start()
         await state.client.get("/health", timeout_s=_HEALTH_TIMEOUT_S)
+        if await self._is_beyond_repair(state):
+            if state.process is not None:  # the next call starts it again
+                await state.process.aclose()
+            return
         async with self.lock:
             version = self.policy_version
             if self.is_guest:
@@ -308,6 +323,11 @@ class ServerPool:
                 state.is_outdated = not await self._give_newest(state.client)
             if await state.reported_version() == version:
                 self.admit(state)
+
+    async def _is_beyond_repair(self, state: ServerState) -> bool:
+        if state.client.survives_torn_updates or self.is_guest:
+            return False
+        return await state.client.weight_version() == BROKEN_WEIGHTS
 
     async def _give_newest(self, client: ServerClient) -> bool:
         """Bring the policy's version to a server; False: only the next publication can."""

@@ -1,4 +1,4 @@
-"""Starts SGLang servers as child processes, and ends them."""
+"""Starts servers as child processes, and ends them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,48 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from areal_gym.engines.sglang import process_guard as guard
-from areal_gym.engines.sglang.server_client import ServerClient
+from areal_gym.engines.servers import process_guard as guard
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.utils.command_words import command_words
 from areal_gym.utils.http_servers.addresses import http_address, listen
 
 _POLL_S = 0.25
-MEMORY_FLAG = "--enable-memory-saver"
-"""With it, a server on GPUs can release their memory (needs torch-memory-saver)."""
+_HEALTH_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartRecipe:
+    """Tells how a kind of server is started; can be sent to other machines."""
+
+    name: str
+    """Begins the names of logs."""
+    python_arguments: tuple[str, ...]
+    """Start a server by the Python of the machine that it is started on."""
+    model_flag: str | None
+    """The flag before the model's path; None: it comes first, without one."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of all servers, before those of the user."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the server's environment, unless the user's has them."""
+    modules: Path | None = None
+    """A folder in `areal_gym/engines`, whose modules servers import."""
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment of a server that this process starts."""
+        variables = {**self.environment, **os.environ}
+        if self.modules is not None:
+            paths = (str(module_folder(self.modules)), os.environ.get("PYTHONPATH"))
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        return variables
+
+    def model_arguments(self, policy: Path) -> tuple[str, ...]:
+        """Return the arguments that name the model."""
+        return (*filter(None, (self.model_flag,)), str(policy))
 
 
 class ServerProcess(Protocol):
@@ -51,7 +80,8 @@ class LaunchedServer:
 
     Args:
         policy: the checkpoint directory to serve.
-        command: starts the server, a string or a list; the default is the SGLang of this Python.
+        recipe: how servers of its kind are started.
+        command: starts the server, a string or a list; the default is that of this Python.
         server_args: further arguments.
         gpus: for CUDA_VISIBLE_DEVICES; null leaves it alone.
         host: the address that it listens on.
@@ -64,6 +94,7 @@ class LaunchedServer:
         self,
         policy: Path,
         *,
+        recipe: StartRecipe,
         command: str | Sequence[str] | None = None,
         server_args: str | Sequence[str] = (),
         gpus: str | None = None,
@@ -76,14 +107,19 @@ class LaunchedServer:
             with listen(host, 0) as free:
                 port = free.getsockname()[1]
         self.url = http_address(host, port)
-        self.log = log or Path(tempfile.gettempdir(), f"areal-gym-sglang-{os.getpid()}-{port}.log")
+        name = f"areal-gym-{recipe.name}-{os.getpid()}-{port}.log"
+        self.log = log or Path(tempfile.gettempdir(), name)
         self._is_log_kept = log is not None
         self._arguments = [
-            *(command_words(command) or [sys.executable, "-m", "sglang.launch_server"]),
-            *("--model-path", str(policy), "--host", host, "--port", str(port)),
+            *(command_words(command) or [sys.executable, *recipe.python_arguments]),
+            *recipe.model_arguments(policy),
+            *("--host", host, "--port", str(port)),
+            *recipe.arguments,
             *command_words(server_args),
         ]
-        self._gpus = gpus
+        self._environment = recipe.variables()
+        if gpus is not None:
+            self._environment["CUDA_VISIBLE_DEVICES"] = gpus
         self._start_timeout_s = start_timeout_s
         self._guard: subprocess.Popen[bytes] | None = None
 
@@ -105,19 +141,15 @@ class LaunchedServer:
         """
         await self.aclose()
         self._run()
-        client = ServerClient(self.url)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 while self.is_running:
-                    with contextlib.suppress(EngineError):
-                        await client.get("/health")
+                    if await is_healthy(self.url):
                         return
                     await asyncio.sleep(_POLL_S)
                 raise self._failure("ended while it was starting")
         except TimeoutError:
             raise self._failure(f"did not serve within {self._start_timeout_s:g} s") from None
-        finally:
-            await client.aclose()
 
     async def aclose(self) -> None:
         """End the server and all its children. Idempotent."""
@@ -140,9 +172,6 @@ class LaunchedServer:
         return []
 
     def _run(self) -> None:
-        environment = dict(os.environ)
-        if self._gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = self._gpus
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             log_file = self.log.open("ab")
@@ -157,7 +186,7 @@ class LaunchedServer:
                 stdin=subprocess.PIPE,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=self._environment,
                 start_new_session=True,
                 bufsize=0,
             )
@@ -168,3 +197,23 @@ class LaunchedServer:
             f"the server {problem}: {shlex.join(self._arguments)}",
             hints=[f"its log: {self.log}", *self.last_lines()],
         )
+
+
+def module_folder(modules: Path) -> Path:
+    """Return the full path of a folder of `engines`, on this machine."""
+    return Path(__file__).parents[1] / modules
+
+
+async def is_healthy(url: str) -> bool:
+    """Return whether a server answers `/health` with success."""
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=_HEALTH_S)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{url}/health") as response,
+        ):
+            return response.status == 200
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False

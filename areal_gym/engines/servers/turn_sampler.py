@@ -11,15 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 from areal_gym.engines.base import Generation, SamplingParams, adapter_name
-from areal_gym.engines.sglang.publication import PublicationGate
-from areal_gym.engines.sglang.replies import (
-    Reply,
-    experts_request,
-    read_answer,
-    sampling_params,
-)
-from areal_gym.engines.sglang.server_client import RefusedError, is_refused
-from areal_gym.engines.sglang.server_pool import ServerPool, ServerState
+from areal_gym.engines.servers.publication import PublicationGate
+from areal_gym.engines.servers.replies import Reply, TurnRequest
+from areal_gym.engines.servers.server_client import RefusedError, is_refused
+from areal_gym.engines.servers.server_pool import ServerPool, ServerState
 from areal_gym.errors import EngineError, EngineUnreachableError, GrammarError
 from areal_gym.types import FinishReason
 
@@ -36,7 +31,7 @@ class TurnSampler(ServerPool):
         servers: none serves yet.
         max_retries: retries of one turn after failures of servers.
         request_timeout_s: the time limit of one request.
-        may_retract: whether publications may set requests aside instead of aborting them.
+        may_set_aside: whether publications may set requests aside instead of aborting them.
         follows_adapters: whether requests name the LoRA adapter of the newest version that a
             server has reported, because another process publishes adapters.
         num_layers: of the policy.
@@ -49,7 +44,7 @@ class TurnSampler(ServerPool):
         *,
         max_retries: int,
         request_timeout_s: float,
-        may_retract: bool,
+        may_set_aside: bool,
         follows_adapters: bool,
         num_layers: int | None,
         grace_s: float,
@@ -61,7 +56,7 @@ class TurnSampler(ServerPool):
         """The name of the policy's LoRA adapter on the servers."""
         self.fails_lost_turns = False
         """Whether a turn that was lost with the last server fails at once."""
-        self._gate = PublicationGate(self, may_retract=may_retract)
+        self._gate = PublicationGate(self, may_set_aside=may_set_aside)
         self._max_retries = max_retries
         self._follows_adapters = follows_adapters
         self._request_timeout_s = request_timeout_s
@@ -184,17 +179,9 @@ class TurnSampler(ServerPool):
             EngineError: no server could score them.
         """
         state = await self._enter(None)
-        body = {
-            "input_ids": list(token_ids),
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-        }
-        answer = await self._post(state, body)
-        try:
-            return [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
-        except KeyError:
-            raise EngineError(f"{state.client.url} did not score: {str(answer)[:200]}") from None
+        timeout_s = self._request_timeout_s
+        with state.request_in_flight():
+            return await state.client.score(token_ids, adapter=self._adapter, timeout_s=timeout_s)
 
     async def _enter(self, session: str | None) -> ServerState:
         """Wait for the gate, and return a serving server."""
@@ -208,31 +195,24 @@ class TurnSampler(ServerPool):
     async def _request(
         self, state: ServerState, prompt_ids: list[int], params: SamplingParams, max_new_tokens: int
     ) -> Reply:
-        assert state.facts is not None
-        sampling = sampling_params(params, max_new_tokens, has_seeds=state.facts.has_seeds)
-        body = {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True}
-        if state.facts.returns_routed_experts:
-            body |= experts_request(len(prompt_ids))
-        version = self.policy_version
-        return read_answer(await self._post(state, body), version, self._num_layers)
-
-    async def _post(self, state: ServerState, body: dict[str, Any]) -> dict[str, Any]:
-        """Send one `/generate` request; if the caller is cancelled, abort it on the server."""
-        rid = body["rid"] = f"{self._call_name}-{next(self._call_numbers)}"
-        if self._adapter is not None:
-            body["lora_path"] = self._adapter
-        state.num_in_flight += 1
+        """Send one request; if the caller is cancelled, abort it on the server."""
+        request = TurnRequest(
+            id=f"{self._call_name}-{next(self._call_numbers)}",
+            prompt_ids=prompt_ids,
+            params=params,
+            max_new_tokens=max_new_tokens,
+            adapter=self._adapter,
+            version=self.policy_version,
+            num_layers=self._num_layers,
+        )
         try:
-            return await state.client.post("/generate", body, timeout_s=self._request_timeout_s)
+            with state.request_in_flight():
+                return await state.client.sample(request, timeout_s=self._request_timeout_s)
         except asyncio.CancelledError:
-            abort = asyncio.create_task(_quietly(state.client.post("/abort_request", {"rid": rid})))
+            abort = asyncio.create_task(_quietly(state.client.abort(request.id)))
             self._aborts.add(abort)
             abort.add_done_callback(self._aborts.discard)
             raise
-        finally:
-            state.num_in_flight -= 1
-            if not state.num_in_flight:
-                state.drained.set()
 
     def _finish(self, draft: Reply, finish_reason: FinishReason) -> Generation:
         self.stats.num_tokens += len(draft.token_ids)

@@ -1,31 +1,36 @@
-"""A client for one SGLang server: requests return an answer or raise a clear error."""
+"""A client for one server: requests return an answer or raise a clear error."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
-from areal_gym.engines.base import adapter_name
+from areal_gym.engines.base import BROKEN_WEIGHTS
+from areal_gym.engines.servers.replies import Reply, TurnRequest
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 
-_QUICK_S = 30.0
+QUICK_S = 30.0
 """Long enough for a lookup on a busy machine."""
-_DISK_S = 600.0
-_ADAPTER_S = 120.0
+DISK_S = 600.0
+ADAPTER_S = 120.0
+MEMORY_S = 120.0
+"""Long enough to unmap, or to map again, the memory of the largest GPUs."""
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""Kinds of memory that servers release."""
+_ASLEEP = "asleep:"
 _LARGE_BYTES = 2**20
 _KEEPALIVE_S = 3.0
-"""SGLang hangs up on idle connections after 5 s; a request sent at that moment would be lost."""
-_RESERVED_TOKENS = 6
-"""SGLang's limit for prompts (`max_req_input_len`) is its context less this many tokens."""
+"""Servers hang up on idle connections after 5 s; a request sent at that moment would be lost."""
 
 
 class RefusedError(EngineError):
@@ -42,28 +47,25 @@ class ServerFacts:
     """A server's description of itself."""
 
     version: str
-    """The version of SGLang."""
+    """The version of the server's program."""
     model_path: str
     weight_version: str
     max_context: int
     """Prompt and new tokens together."""
     vocab_size: int | None
     """Of the model; None if the server does not report it."""
-    can_retract: bool
-    """Requests can be set aside while weights change, and continue where they stopped (0.5.21 and
-    later). Earlier versions have the pause, too, but crash on an update while requests wait."""
-    has_seeds: bool
-    """The same seed gives the same tokens (`--enable-deterministic-inference`)."""
-    returns_routed_experts: bool
-    """Requests may ask for the experts of tokens (`--enable-return-routed-experts`)."""
+    can_set_aside: bool
+    """Requests can wait in the server while weights change, and go on where they stopped."""
     device: str
     """The kind of device that it samples on; "unknown" if the server does not report it."""
     frees_memory: bool
-    """The memory of its GPUs can be released (`--enable-memory-saver`)."""
+    """The memory of its GPUs can be released."""
 
 
-class ServerClient:
+class ServerClient(ABC):
     """Sends requests to one server. Failures are `EngineError`s that quote the server.
+
+    Subclasses have the protocol of one kind of server.
 
     Args:
         url: the server's base URL, `http://host:port`.
@@ -72,6 +74,16 @@ class ServerClient:
     Raises:
         ConfigError: `url` is not a URL.
     """
+
+    kind: ClassVar[str]
+    """The server's name in messages."""
+    protocol: ClassVar[str]
+    """The protocol's name, by which weight syncs choose their requests."""
+    survives_torn_updates: ClassVar[bool] = True
+    """Whether a server whose update was cut off can load weights again; otherwise only a restart
+    helps."""
+    pauses_to_abort: ClassVar[bool] = False
+    """Whether `abort_and_pause` returns all requests; otherwise `abort_all` is repeated."""
 
     def __init__(self, url: str, *, policy: Path | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -85,112 +97,144 @@ class ServerClient:
                 hints=["write it like http://127.0.0.1:30000"],
             )
         self.url = parts.geturl().rstrip("/")
-        self.start_command = (
-            f"python -m sglang.launch_server --model-path {policy or 'MODEL'} "
-            f"--host {parts.hostname} --port {port}"
-        )
+        self.start_command = self.command_to_start(str(policy or "MODEL"), parts.hostname, port)
         self.loaded_from: tuple[Path, int] | None = None
         """The checkpoint directory that the server loaded last, and its version."""
         self.loaded_adapter: tuple[Path, int] | None = None
         """The directory of the LoRA adapter that the server loaded last, and its version."""
-        self.needs_update_session = True
-        """Weights other than a directory's must come between `/begin_weight_update` and
-        `/end_weight_update` (SGLang 0.5.21 and later); set by `probe`."""
         self.num_ranks = 1
-        """Processes that share the model (tensor parallelism); set by `probe`."""
+        """Processes that share the model; set by `probe`."""
         self._session: aiohttp.ClientSession | None = None
 
-    async def get(self, route: str, *, timeout_s: float = _QUICK_S) -> dict[str, Any]:
-        """Send a GET request.
+    # ---- the protocol of a kind of server -------------------------------------------------------
+
+    @staticmethod
+    @abstractmethod
+    def command_to_start(model: str, host: str, port: int) -> str:
+        """Return a shell command that starts a server, for messages."""
+
+    @abstractmethod
+    async def probe(self) -> ServerFacts:
+        """Ask what the server can do; sets `num_ranks`.
 
         Raises:
-            EngineUnreachableError: the server does not answer.
-            RefusedError: the server refuses.
-            EngineError: the answer is not from an SGLang server.
+            EngineError: it is not such a server, or lacks a route that is needed.
         """
-        return await self._request("GET", route, None, timeout_s)
 
-    async def post(
-        self, route: str, body: dict[str, Any], *, timeout_s: float = _QUICK_S
-    ) -> dict[str, Any]:
-        """Send a POST request; raises as `get` does."""
-        return await self._request("POST", route, json.dumps(body).encode(), timeout_s)
+    @abstractmethod
+    async def weight_version(self, *, timeout_s: float = QUICK_S) -> str:
+        """Return the server's name for its weights; "default" before the first update."""
 
-    async def load_from_disk(self, directory: Path, version: int) -> None:
+    @abstractmethod
+    async def set_version(self, version: str) -> None:
+        """Let the server report `version`; requests in flight go on."""
+
+    @abstractmethod
+    async def sample(self, request: TurnRequest, *, timeout_s: float) -> Reply:
+        """Sample the next tokens of a turn."""
+
+    @abstractmethod
+    async def score(
+        self, token_ids: Sequence[int], *, adapter: str | None, timeout_s: float
+    ) -> list[float]:
+        """Return the log-probabilities of `token_ids[1:]` at temperature 1."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request whose caller has gone."""
+
+    @abstractmethod
+    async def abort_all(self) -> None:
+        """Ask for all requests back, with the tokens that they have."""
+
+    async def abort_and_pause(self) -> None:
+        """Get all requests back, and hold new ones until `resume` (see `pauses_to_abort`)."""
+        raise NotImplementedError
+
+    @abstractmethod
+    async def set_aside(self) -> None:
+        """Let requests wait in the server until `resume`; they are computed anew then."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on after `set_aside` or `abort_and_pause`. Idempotent."""
+
+    @abstractmethod
+    async def load_from_disk(self, directory: Path, version: int, *, is_kept: bool = True) -> None:
         """Load the checkpoint in `directory`; the server reports `version` from then on.
 
-        Raises:
-            EngineError: the server refused and keeps its weights.
-        """
-        path = str(Path(directory).absolute())
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
-        await self.post("/update_weights_from_disk", body, timeout_s=_DISK_S)
-        self.loaded_from = (Path(directory), version)
-
-    async def reload(self, model_path: str) -> None:
-        """Load the weights that the server was started with, from its own `model_path`.
+        `is_kept`: the files stay as they are, for servers that come back.
 
         Raises:
             EngineError: the server refused.
         """
-        body = {"model_path": model_path, "flush_cache": True}
-        await self.post("/update_weights_from_disk", body, timeout_s=_DISK_S)
 
+    @abstractmethod
     async def load_adapter(self, directory: Path, version: int) -> None:
         """Load the LoRA adapter in `directory`, for requests that name `adapter_name(version)`.
 
         Raises:
             EngineError: the server refused it.
         """
-        name = adapter_name(version)
-        body = {"lora_name": name, "lora_path": str(Path(directory).absolute())}
-        try:
-            await self.post("/load_lora_adapter", body, timeout_s=_ADAPTER_S)
-        except RefusedError as refused:
-            # An earlier run, or a publication that was cut off, may have left one of that name.
-            try:
-                await self.post("/unload_lora_adapter", {"lora_name": name}, timeout_s=_ADAPTER_S)
-            except RefusedError:
-                raise refused from None
-            await self.post("/load_lora_adapter", body, timeout_s=_ADAPTER_S)
-        self.loaded_adapter = (Path(directory), version)
 
-    async def set_version(self, version: str) -> None:
-        """Let the server report `version`; requests in flight go on."""
-        body = {"new_version": version, "abort_all_requests": False}
-        await self.post("/update_weight_version", body, timeout_s=_ADAPTER_S)
+    @abstractmethod
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; returns when no request uses it."""
 
-    async def weight_version(self, *, timeout_s: float = _QUICK_S) -> str:
-        """Return the server's name for its weights; "default" before the first update."""
-        info = await self.get("/model_info", timeout_s=timeout_s)
-        if "weight_version" not in info:
-            raise EngineError(f"{self.url} is not an SGLang server: it has no weight version")
-        return str(info["weight_version"])
+    @abstractmethod
+    async def begin_update(self) -> None:
+        """Begin to take tensors."""
 
-    async def probe(self) -> ServerFacts:
-        """Ask what the server can do; sets `needs_update_session` and `num_ranks`."""
-        weight_version = await self.weight_version()
-        info = await self.get("/server_info")
-        max_prompt = info.get("max_req_input_len")
-        if max_prompt is None:
-            models = await self.get("/v1/models")
-            max_prompt = models["data"][0]["max_model_len"] - _RESERVED_TOKENS
-        states = info.get("internal_states") or [info]
-        self.num_ranks = int(states[0].get("tp_size", 1))
-        self.needs_update_session = await self._has_route("/begin_weight_update")
-        return ServerFacts(
-            version=str(info.get("version", "unknown")),
-            model_path=str(info.get("model_path", "unknown")),
-            weight_version=weight_version,
-            max_context=int(max_prompt) + 1,
-            vocab_size=await self._vocab_size(),
-            can_retract=bool(info.get("updates_in_flight"))
-            or (self.needs_update_session and await self._has_route("/pause_generation")),
-            has_seeds=bool(info.get("enable_deterministic_inference")),
-            returns_routed_experts=bool(info.get("enable_return_routed_experts")),
-            device=str(info.get("device") or "unknown"),
-            frees_memory=bool(info.get("enable_memory_saver")),
-        )
+    @abstractmethod
+    async def end_update(self, version: int) -> None:
+        """End `begin_update`: all tensors of `version` have come."""
+
+    async def abandon_update(self) -> None:
+        """End an update that failed: some of the new weights are loaded, under the old name."""
+        await self.set_version(BROKEN_WEIGHTS)
+
+    @abstractmethod
+    async def fall_asleep(self, tags: Sequence[str]) -> None:
+        """Set requests aside, and release the memory of `tags` (`WEIGHTS`, `CACHE`)."""
+
+    @abstractmethod
+    async def take_memory(self, tags: Sequence[str]) -> None:
+        """Take the memory of `tags` again; what was in it is lost."""
+
+    @abstractmethod
+    async def reload(self, model_path: str) -> None:
+        """Load the weights that the server was started with, from its own `model_path`."""
+
+    async def wake_forgotten(self, facts: ServerFacts) -> None:
+        """Wake a server that a killed run has left asleep, with the weights it was started with.
+
+        The name of its weights says so (`name_of_sleep`).
+        """
+        if not facts.weight_version.startswith(_ASLEEP):
+            return
+        tags = facts.weight_version.removeprefix(_ASLEEP).split(",")
+        await self.take_memory(tags)
+        await self.resume()
+        if WEIGHTS in tags:
+            await self.reload(facts.model_path)
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    async def get(self, route: str, *, timeout_s: float = QUICK_S) -> dict[str, Any]:
+        """Send a GET request.
+
+        Raises:
+            EngineUnreachableError: the server does not answer.
+            RefusedError: the server refuses.
+            EngineError: the answer is not from such a server.
+        """
+        return await self._request("GET", route, None, timeout_s)
+
+    async def post(
+        self, route: str, body: dict[str, Any], *, timeout_s: float = QUICK_S
+    ) -> dict[str, Any]:
+        """Send a POST request; raises as `get` does."""
+        return await self._request("POST", route, json.dumps(body).encode(), timeout_s)
 
     async def aclose(self) -> None:
         """Close the connections; pending requests raise `EngineUnreachableError`.
@@ -200,25 +244,6 @@ class ServerClient:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
-
-    async def _vocab_size(self) -> int | None:
-        # SGLang reports it only in refusals of a logit bias. It must be known before sampling: a
-        # prompt with a larger id crashes the server.
-        sampling = {"max_new_tokens": 1, "logit_bias": {str(2**30): 0.0}}
-        try:
-            await self.post("/generate", {"input_ids": [0], "sampling_params": sampling})
-        except RefusedError as refused:
-            last_id = re.search(r"\[0, (\d+)\]", refused.message)
-            return int(last_id[1]) + 1 if last_id else None
-        return None
-
-    async def _has_route(self, route: str) -> bool:
-        """Return whether a POST route exists: a GET request to it gives 405, else 404."""
-        try:
-            await self.get(route)
-        except RefusedError as refused:
-            return refused.status != 404
-        return True
 
     async def _request(
         self, method: str, route: str, data: bytes | None, timeout_s: float
@@ -258,7 +283,7 @@ class ServerClient:
                 raise EngineError(f"{self.url}{route} answers invalid JSON: {excerpt!r}") from None
         elif content_type == "text/html":
             raise EngineError(
-                f"{self.url} answers HTML: it is not an SGLang server",
+                f"{self.url} answers HTML: it is not a server of {self.kind}",
                 hints=[f"start one: {self.start_command}"],
             )
         if status == 200 and answer is None:
@@ -296,3 +321,12 @@ def _message(answer: Any) -> str:
                 inner = answer[key]
                 return _message(inner) if isinstance(inner, dict) else str(inner)
     return json.dumps(answer)[:300] if answer else "no reason given"
+
+
+def name_of_sleep(tags: Sequence[str]) -> str:
+    """Return the name of its weights that a server reports while it has released `tags`.
+
+    A server ends when it is asked to release what it has released. So one that sleeps says so, and
+    a later run reads it when this one is killed.
+    """
+    return _ASLEEP + ",".join(tags)

@@ -10,9 +10,8 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from areal_gym.engines.sglang.server_client import ServerClient
-from areal_gym.engines.sglang.server_pool import ServerPool, ServerState
-from areal_gym.engines.sglang.sleep import CACHE, WEIGHTS, fall_asleep, resume_memory
+from areal_gym.engines.servers.server_client import CACHE, WEIGHTS, ServerClient
+from areal_gym.engines.servers.server_pool import ServerPool, ServerState
 from areal_gym.errors import EngineError, EngineUnreachableError
 
 _DRAIN_S = 60.0
@@ -24,12 +23,12 @@ class PublicationGate:
 
     Args:
         pool: the servers.
-        may_retract: whether servers may set requests aside instead of aborting them.
+        may_set_aside: whether servers may set requests aside instead of aborting them.
     """
 
-    def __init__(self, pool: ServerPool, *, may_retract: bool) -> None:
+    def __init__(self, pool: ServerPool, *, may_set_aside: bool) -> None:
         self._pool = pool
-        self._may_retract = may_retract
+        self._may_set_aside = may_set_aside
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._paused_states: list[ServerState] = []
@@ -84,7 +83,7 @@ class PublicationGate:
             self._is_open.clear()
             try:
                 pauses = (
-                    _pause(pool, state, self._may_retract, must_abort=must_abort)
+                    _pause(pool, state, self._may_set_aside, must_abort=must_abort)
                     for state in states
                 )
                 states = list(itertools.compress(states, await asyncio.gather(*pauses)))
@@ -116,10 +115,10 @@ class PublicationGate:
         self._released = [CACHE] if keeps_weights else [CACHE, WEIGHTS]
 
         async def fall(state: ServerState) -> None:
-            if not self._may_retract:
+            if not self._may_set_aside:
                 async with asyncio.timeout(_DRAIN_S):
                     await _drain(state, spares_others=False)
-            await fall_asleep(state.client, self._released)
+            await state.client.fall_asleep(self._released)
 
         self._paused_states = await self._on_each(pool.serving, fall)
 
@@ -133,8 +132,8 @@ class PublicationGate:
             return
 
         async def rise(state: ServerState) -> None:
-            await resume_memory(state.client, self._released)
-            await state.client.post("/continue_generation", {})
+            await state.client.take_memory(self._released)
+            await state.client.resume()
 
         try:
             await self._on_each(self._paused_states, rise)
@@ -150,7 +149,7 @@ class PublicationGate:
         tags = [tag for tag in self._released if tag == WEIGHTS]
         self._released = [tag for tag in self._released if tag not in tags]
         self._paused_states = await self._on_each(
-            self._paused_states, lambda state: resume_memory(state.client, tags)
+            self._paused_states, lambda state: state.client.take_memory(tags)
         )
         if not self._paused_states:
             raise EngineUnreachableError("every server was lost while it slept")
@@ -187,12 +186,15 @@ async def _admit(pool: ServerPool, states: Sequence[ServerState], published: int
 
 
 async def _pause(
-    pool: ServerPool, state: ServerState, may_retract: bool, *, must_abort: bool
+    pool: ServerPool, state: ServerState, may_set_aside: bool, *, must_abort: bool
 ) -> bool:
     """Stop sampling on the server; return False if it was lost instead."""
     try:
-        if may_retract and not must_abort:
-            await state.client.post("/pause_generation", {"mode": "retract"})
+        if may_set_aside and not must_abort:
+            await state.client.set_aside()
+            state.is_paused = True
+        elif state.client.pauses_to_abort and not must_abort:
+            await state.client.abort_and_pause()
             state.is_paused = True
         else:
             async with asyncio.timeout(_DRAIN_S):
@@ -211,8 +213,7 @@ async def _drain(state: ServerState, *, spares_others: bool) -> None:
     wait_s = 0.05
     while state.num_in_flight or not spares_others:
         state.drained.clear()
-        # `/pause_generation` with mode "abort" does the same, but checks only once a second.
-        await state.client.post("/abort_request", {"rid": "", "abort_all": True})
+        await state.client.abort_all()
         if not state.num_in_flight:
             return
         with suppress(TimeoutError):
@@ -223,6 +224,6 @@ async def _drain(state: ServerState, *, spares_others: bool) -> None:
 async def _unpause(pool: ServerPool, state: ServerState) -> None:
     state.is_paused = False
     try:
-        await state.client.post("/continue_generation", {})
+        await state.client.resume()
     except EngineError:
         pool.lose(state)

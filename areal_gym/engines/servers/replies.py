@@ -1,0 +1,100 @@
+"""Requests of turns and replies to them, as every kind of server has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_gym.engines.base import Generation, SamplingParams
+from areal_gym.errors import EngineError
+from areal_gym.types import FinishReason, RoutedExperts
+from areal_gym.utils.packed_numbers import Floats, Ints
+
+INITIAL_WEIGHTS = "default"
+"""Servers' name for the weights that they started with: our version 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRequest:
+    """A request for the next tokens of a turn."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_new_tokens: int
+    adapter: str | None
+    """The name of the LoRA adapter to sample with."""
+    version: int
+    """The policy version that the tokens have if the server does not report one."""
+    num_layers: int | None
+    """Of the policy, for the experts of tokens."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """The tokens of one request, or of all requests of one turn so far."""
+
+    token_ids: Ints = field(default_factory=Ints)
+    logprobs: Floats = field(default_factory=Floats)
+    versions: Sequence[int] = ()
+    finish: str = ""
+    """"stop", "length" or "abort"."""
+    routed_experts: list[RoutedExperts | None] = field(default_factory=list)
+    """The experts of the tokens of each request that sampled any."""
+
+    def add(self, reply: Reply) -> None:
+        """Append the tokens of the turn's next request."""
+        self.token_ids = Ints.joined((self.token_ids, reply.token_ids))
+        self.logprobs = Floats.joined((self.logprobs, reply.logprobs))
+        self.versions = (*self.versions, *reply.versions)
+        self.routed_experts += reply.routed_experts
+
+    def generation(self, finish_reason: FinishReason) -> Generation:
+        """Return the whole turn."""
+        return Generation(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=finish_reason,
+            routed_experts=RoutedExperts.joined(self.routed_experts),
+        )
+
+
+def make_reply(
+    route: str,
+    token_ids: Ints,
+    logprobs: Floats,
+    finish: str,
+    spans: Sequence[dict[str, Any]] | None,
+    version: int,
+) -> Reply:
+    """Return the reply of `route`; tokens have `version` where the server tells no spans of theirs.
+
+    Raises:
+        EngineError: the answer is not one that servers give.
+    """
+    if finish not in ("stop", "length", "abort"):
+        raise EngineError(f"{route} returned the unknown finish reason {finish!r}")
+    if finish != "abort" and not token_ids:
+        raise EngineError(f"{route} sampled no tokens, but reports {finish!r}")
+    num_tokens = len(token_ids)
+    versions = (version,) * num_tokens if spans is None else _versions(spans, num_tokens)
+    return Reply(token_ids, logprobs, versions, finish)
+
+
+def version_of(name: str) -> int:
+    """Return the version for a server's name of its weights; -1 for those of another run."""
+    if name == INITIAL_WEIGHTS:
+        return 0
+    return int(name) if name.isdecimal() else -1
+
+
+def _versions(spans: Sequence[dict[str, Any]], num_tokens: int) -> tuple[int, ...]:
+    versions: tuple[int, ...] = ()
+    for span in spans:
+        end = min(span["end"], num_tokens)
+        versions += (version_of(span["version"]),) * (end - len(versions))
+    if len(versions) != num_tokens:
+        raise EngineError(f"weight_versions {spans} do not cover {num_tokens} tokens")
+    return versions
