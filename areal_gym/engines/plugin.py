@@ -23,6 +23,11 @@ def register_engines() -> Iterable[EngineSpec]:
         summary="SGLang servers: those in engine.url, or one that the run starts and stops",
     )
     yield EngineSpec(
+        id="vllm",
+        entry_point="areal_gym.engines.vllm:VLLMEngine",
+        summary="vLLM servers: those in engine.url, or one that the run starts and stops",
+    )
+    yield EngineSpec(
         id="scripted",
         entry_point="areal_gym.engines.scripted:ScriptedEngine",
         summary="answers from a script: for tests and for trying environments",

@@ -1,0 +1,102 @@
+"""Converts between the engine's types and the bodies of vLLM's `/inference/v1/generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal_gym.engines.base import SamplingParams
+from areal_gym.engines.servers.replies import Reply, TurnRequest, make_reply
+from areal_gym.errors import EngineError
+from areal_gym.utils.packed_numbers import Floats, Ints
+
+GENERATE = "/inference/v1/generate"
+_SEEDS = 2**62
+_MIX = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits spreads neighbouring numbers
+
+
+def generate_body(request: TurnRequest) -> dict[str, Any]:
+    """Return the body of a request for the next tokens of a turn."""
+    body: dict[str, Any] = {
+        "request_id": request.id,
+        "token_ids": request.prompt_ids,
+        "sampling_params": sampling_params(
+            request.params, request.max_new_tokens, num_before=len(request.prompt_ids)
+        ),
+    }
+    if request.adapter is not None:
+        body["model"] = request.adapter
+    return body
+
+
+def sampling_params(
+    params: SamplingParams, max_new_tokens: int, *, num_before: int
+) -> dict[str, Any]:
+    """Return `params` in vLLM's form.
+
+    vLLM also stops at the model's own end of text. `ignore_eos` prevents that, and stop tokens are
+    obeyed all the same. Under a grammar the end of text is the only token left at the end.
+
+    A seed begins a stream of random numbers for each request. The continuation of a turn must not
+    draw the same ones again, so the number of tokens before it is part of its seed.
+    """
+    body: dict[str, Any] = {
+        "temperature": params.temperature,
+        "max_tokens": max_new_tokens,
+        "logprobs": 0,
+        "ignore_eos": params.grammar is None,
+    }
+    if params.top_p != 1.0:
+        body["top_p"] = params.top_p
+    if params.top_k > 0:
+        body["top_k"] = params.top_k
+    if params.stop_token_ids:
+        body["stop_token_ids"] = list(params.stop_token_ids)
+    if params.grammar is not None:
+        kind, text = params.grammar
+        body["structured_outputs"] = {"json" if kind == "json_schema" else kind: text}
+    if params.seed is not None:
+        body["seed"] = (params.seed + num_before * _MIX) % _SEEDS
+    return body
+
+
+def read_answer(answer: dict[str, Any], version: int) -> Reply:
+    """Read the sampled ids, log-probabilities and versions.
+
+    Args:
+        answer: the body of the answer.
+        version: of the tokens, where the server does not report it.
+
+    Raises:
+        EngineError: the answer lacks a field.
+    """
+    try:
+        choice = answer["choices"][0]
+        finish = choice["finish_reason"]
+        token_ids = Ints(choice["token_ids"])
+        # A request that was aborted before its first token may have no log-probabilities at all.
+        rows = (choice["logprobs"] or {"content": ()})["content"]
+        logprobs = Floats([row["logprob"] for row in rows])
+        spans = choice.get("weight_versions")
+    except (KeyError, TypeError, IndexError, OverflowError) as error:
+        raise EngineError(f"{GENERATE} answered without {error}: {str(answer)[:200]}") from None
+    if len(logprobs) != len(token_ids):
+        raise EngineError(
+            f"{GENERATE} returned {len(token_ids)} tokens and {len(logprobs)} log-probabilities"
+        )
+    reply = make_reply(GENERATE, token_ids, logprobs, finish, spans, version)
+    if token_ids:
+        reply.routed_experts.append(None)
+    return reply
+
+
+def read_scores(answer: dict[str, Any], token_ids: list[int]) -> list[float]:
+    """Return the log-probabilities of all prompt tokens but the first.
+
+    Raises:
+        EngineError: the answer lacks them.
+    """
+    try:
+        rows = answer["prompt_logprobs"]
+        return [rows[i][str(token)]["logprob"] for i, token in enumerate(token_ids) if i]
+    except (KeyError, TypeError, IndexError) as error:
+        raise EngineError(f"{GENERATE} did not score: {error!r}: {str(answer)[:200]}") from None
