@@ -153,7 +153,7 @@ def test_each_worker_gets_the_handles_of_the_rank_beside_it(kind, server, polici
         async with engine_over(policies[0], server) as engine:
             for version in (1, 2):
                 two_ranks.step(batch(version), version)
-                async with engine.updating(version) as servers, update_session(servers):
+                async with engine.updating(version) as servers, update_session(servers, version):
                     task = PostByRank((server,), version, 20_000, None, os.getpid())
                     assert await asyncio.to_thread(two_ranks.run_in_ranks, task) == []
                 rows = {name: tensor.float() for name, tensor in two_ranks.weights()}
