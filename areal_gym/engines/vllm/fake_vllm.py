@@ -68,11 +68,6 @@ class _FinishedUpdate(Request):
     weight_version: Name | None = None
 
 
-class _Call(Request):
-    method: str
-    arguments: dict[str, Any] = Field(default_factory=dict, alias="kwargs")
-
-
 class _Adapter(Request):
     lora_name: Name
     lora_path: Name = ""
@@ -346,17 +341,18 @@ class FakeVLLMServer(FakeServer):
         return "Weight transfer shut down"
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
-        call = await read_request(_Call, request)
+        body = await request.json()
+        method, arguments = str(body.get("method")), dict(body.get("kwargs") or {})
         known = {"load_weights_from", "describe_weight_loader"}
-        if "extension" in self._lacks or call.method not in known:
-            problem = f"Worker failed with error ''CPUWorker' object has no attribute {call.method}"
+        if "extension" in self._lacks or method not in known:
+            problem = f"Worker failed with error ''CPUWorker' object has no attribute {method}"
             raise web.HTTPInternalServerError(reason=problem)
-        if call.method == "describe_weight_loader":
+        if method == "describe_weight_loader":
             size = vocab_size_of(Path(self.model_path))
             facts = {"device": "cpu", "backend": "areal-gym", "vocab_size": size}
             return web.json_response({"results": [facts]})
         try:
-            number = await self._transfer.load_directory(str(call.arguments["directory"]))
+            number = await self._transfer.load_directory(str(arguments["directory"]))
         except RefusedWeightsError as refused:
             return web.json_response({"results": [{"refused": str(refused)}]})
         return web.json_response({"results": [{"num_tensors": number}]})
