@@ -20,58 +20,26 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from aiohttp import web
-from pydantic import Field
 
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.engines.checkpoint_config import eos_token_ids, vocab_size_of
 from areal_gym.engines.server import RunningRequest, version_spans
-from areal_gym.engines.server_requests import Name, Request, TokenId, read_request
+from areal_gym.engines.server_requests import read_request
 from areal_gym.engines.servers.fake_server import FakeServer, serve_checkpoint
+from areal_gym.engines.vllm.fake_bodies import (
+    AbortBody,
+    AdapterBody,
+    FinishedUpdateBody,
+    GenerateBody,
+    VersionBody,
+)
 from areal_gym.engines.vllm.fake_transfer import FakeTransfer, RefusedWeightsError
 from areal_gym.utils.http_servers.aiohttp_site import Handler, RequestBodyError
 
 _PREFIX = "generate-tokens-"
-
-
-class _Sampling(Request):
-    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] = 0
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    ignore_eos: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    structured_outputs: dict[str, Any] | None = None
-
-
-class _Generate(Request):
-    token_ids: Annotated[list[TokenId], Field(min_length=1)]
-    sampling_params: _Sampling = _Sampling()
-    request_id: Name | None = None
-    model: Name | None = None
-
-
-class _Abort(Request):
-    request_ids: list[Name] | None = None
-
-
-class _NewVersion(Request):
-    new_version: Name
-
-
-class _FinishedUpdate(Request):
-    weight_version: Name | None = None
-
-
-class _Adapter(Request):
-    lora_name: Name
-    lora_path: Name = ""
-    load_inplace: bool = False
 
 
 class FakeVLLMServer(FakeServer):
@@ -171,7 +139,7 @@ class FakeVLLMServer(FakeServer):
         return web.json_response({"weight_version": self.version})
 
     async def _update_version(self, request: web.Request) -> web.Response:
-        self.version = (await read_request(_NewVersion, request)).new_version
+        self.version = (await read_request(VersionBody, request)).new_version
         return web.json_response({"success": True, "new_version": self.version})
 
     # ---- generation ---------------------------------------------------------------------------
@@ -180,7 +148,7 @@ class FakeVLLMServer(FakeServer):
         if "scale out" in self._lacks:
             message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out"
             raise RequestBodyError(f"{message} to enable them.", status=403)
-        body = await read_request(_Generate, request)
+        body = await read_request(GenerateBody, request)
         self.num_requests += 1
         await self._require(not self._transfer.is_torn)
         running = self._read_generate(body)
@@ -200,7 +168,7 @@ class FakeVLLMServer(FakeServer):
         self,
         running: RunningRequest,
         finish: dict[str, Any],
-        body: _Generate,
+        body: GenerateBody,
         scores: list[dict[str, Any] | None] | None,
     ) -> dict[str, Any]:
         matched = finish.get("matched")
@@ -221,7 +189,7 @@ class FakeVLLMServer(FakeServer):
             "prompt_logprobs": scores,
         }
 
-    def _read_generate(self, body: _Generate) -> RunningRequest:
+    def _read_generate(self, body: GenerateBody) -> RunningRequest:
         sampling, context = body.sampling_params, self.engine.max_context
         if sampling.structured_outputs:
             raise RequestBodyError("this server takes no structured outputs")
@@ -257,7 +225,7 @@ class FakeVLLMServer(FakeServer):
     # ---- interruptions ------------------------------------------------------------------------
 
     async def _abort(self, request: web.Request) -> web.Response:
-        ids = (await read_request(_Abort, request)).request_ids
+        ids = (await read_request(AbortBody, request)).request_ids
         named = [r for r in (*self._running, *self._waiting) if ids is None or r.rid in ids]
         for running in named:
             running.is_aborted = True
@@ -331,7 +299,7 @@ class FakeVLLMServer(FakeServer):
         return "Weights updated"
 
     async def _finish_update(self, request: web.Request) -> str:
-        version = (await read_request(_FinishedUpdate, request)).weight_version
+        version = (await read_request(FinishedUpdateBody, request)).weight_version
         await self._transfer.finish()
         self.version = version or self.version
         return "Weight update finished"
@@ -358,7 +326,7 @@ class FakeVLLMServer(FakeServer):
         return web.json_response({"results": [{"num_tensors": number}]})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
-        body = await read_request(_Adapter, request)
+        body = await read_request(AdapterBody, request)
         if body.lora_name in self._adapters and not body.load_inplace:
             message = f"The lora adapter '{body.lora_name}' has already been loaded."
             raise RequestBodyError(message)
@@ -369,7 +337,7 @@ class FakeVLLMServer(FakeServer):
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:
-        name = (await read_request(_Adapter, request)).lora_name
+        name = (await read_request(AdapterBody, request)).lora_name
         if self._adapters.pop(name, None) is None:
             raise RequestBodyError(f"The lora adapter '{name}' cannot be found.", status=404)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
