@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from areal_gym.cli import complete
+from areal_gym.cli.eval_jobs import Request, plan_of
 from areal_gym.cli.options import (
     PATH,
     Options,
@@ -21,9 +23,10 @@ from areal_gym.cli.options import (
     run_option,
     trust_option,
 )
-from areal_gym.cli.output import print_data, print_json, talk
-from areal_gym.cli.setting_flags import env_flags, policy_files, require_env, resolve, setting_flags
+from areal_gym.cli.output import print_columns, print_data, print_json, talk
+from areal_gym.cli.setting_flags import setting_flags
 from areal_gym.errors import UsageError, choices
+from areal_gym.utils.markup import counted
 
 
 @click.command("eval")
@@ -47,8 +50,21 @@ from areal_gym.errors import UsageError, choices
 @click.option("--greedy", is_flag=True, help="Take the likeliest token instead of sampling.")
 @json_option()
 @click.option(
-    "--out", type=PATH, help="The directory for trajectories [the run, or runs/eval-ENV-DATE-TIME]."
+    "--benchmark",
+    "benchmarks",
+    multiple=True,
+    metavar="ID[,ID]...",
+    shell_complete=complete.ids("benchmarks"),
+    help="A known benchmark with its data, prompt, grader and sampling (areal-gym list benchmarks).",
 )
+@click.option(
+    "--out",
+    type=PATH,
+    help="The directory of the evaluation; several get a folder each in it "
+    "[runs/eval-ENV-DATE-TIME, or evaluations/ in the run].",
+)
+@click.option("--resume", is_flag=True, help="Go on with the evaluation in --out.")
+@click.option("--clean", is_flag=True, help="Replace the evaluation in --out.")
 @click.option(
     "--fail-under", metavar="[METRIC=]X", help="Exit with 1 if the metric [pass@1] is below X."
 )
@@ -65,7 +81,10 @@ def eval_command(
     trust: bool,
     greedy: bool,
     as_json: bool,
+    benchmarks: tuple[str, ...],
     out: Path | None,
+    resume: bool,
+    clean: bool,
     fail_under: str | None,
 ) -> int:
     """Measure a policy on held-out tasks: pass@1 and pass@k with 95% intervals, and failures.
@@ -73,42 +92,68 @@ def eval_command(
     With --run, the settings are those of the run. Without --run, --checkpoint and --model, the
     policy is the one that a run would start with. For a URL as --model, the key is OPENAI_API_KEY
     and engine.kwargs.model=NAME is the model's name on that server.
+
+    Several --env without weights, or several benchmarks, are measured one after the other.
     """
-    from areal_gym.run_dir.run_list import new_run_path
-
     threshold = _parse_threshold(fail_under)
-    if sum(given is not None for given in (run, checkpoint, flags.get("engine.model"))) > 1:
-        raise UsageError("--run, --checkpoint and --model exclude each other")
-    run_recipe, checkpoint = policy_files(run, checkpoint)
-    is_chosen = trust or recipe is not None
-    recipe = recipe or run_recipe
-    require_env(env, recipe, overrides)
-    config = resolve(
-        file=recipe, overrides=overrides, flags={**env_flags(env), **flags}, is_chosen=is_chosen
+    request = Request(
+        overrides=overrides,
+        envs=env,
+        benchmarks=benchmarks,
+        recipe=recipe,
+        run=run,
+        checkpoint=checkpoint,
+        flags=flags,
+        trust=trust,
+        greedy=greedy,
+        out=out,
+        resume=resume,
+        clean=clean,
     )
-    if threshold is not None:
-        _require_metric(threshold[0], config.eval.num_samples)
-
-    from areal_gym.runs.evaluation import evaluate
+    plan = plan_of(request)
+    from areal_gym.runs.evaluation import evaluate_jobs
     from areal_gym.runs.live_display import make_display
 
-    directory = out or run or new_run_path(f"eval-{config.env.id}")
     try:
+        for job in plan.jobs if threshold is not None else ():
+            _require_metric(threshold[0], job.config.eval.num_samples)
         with contextlib.closing(make_display(is_plain=options.is_plain)) as display:
-            report = evaluate(
-                config, checkpoint=checkpoint, out=directory, greedy=greedy, display=display
-            )
+            reports = evaluate_jobs(plan.jobs, display)
     finally:
         with contextlib.suppress(OSError):
-            directory.rmdir()  # reserved, and no trajectory was written
-    numbers = report.to_dict()
+            plan.folder.rmdir()  # reserved, and nothing was written
+    results = [
+        {"directory": str(job.out), "benchmark": job.benchmark, **report.to_dict()}
+        for job, report in zip(plan.jobs, reports, strict=True)
+    ]
+    results += [
+        {"directory": str(info.path), "benchmark": info.benchmark, **info.scores}
+        for info in plan.finished
+    ]
     if as_json:
-        print_json(numbers)
+        print_json(results if plan.is_suite else results[0])
+    elif plan.is_suite or not reports:
+        print_columns(score_table(results))
     else:
-        print_data(report.to_text())
-    code = 0 if threshold is None else _compare(numbers, *threshold)
-    talk(f"view the episodes: areal-gym view {shlex.quote(str(directory))}")
-    return code
+        print_data(reports[0].to_text())
+    if plan.finished:
+        talk(f"{counted(len(plan.finished), 'evaluation')} had ended before")
+    codes = [] if threshold is None else [_compare(row, *threshold) for row in results]
+    talk(f"view the episodes: areal-gym view {shlex.quote(str(plan.folder))}")
+    return max(codes, default=0)
+
+
+def score_table(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a table with one row for each evaluation."""
+    table = [("", "tasks", "pass@1", "95% interval", "pass@k", "reward", "failed")]
+    for row in results:
+        k = row["num_samples"]
+        bounds = f"{row['pass@1_low']:.3f} to {row['pass@1_high']:.3f}"
+        best = f"{row[f'pass@{k}']:.3f} (k={k})" if k > 1 else "-"
+        cells = (f"{row['pass@1']:.3f}", bounds, best, f"{row['reward']:.3f}")
+        name = row["benchmark"] or row["env"]
+        table.append((name, f"{row['num_tasks']} x {k}", *cells, str(row["num_failed"])))
+    return table
 
 
 def _parse_threshold(text: str | None) -> tuple[str, float] | None:
@@ -137,5 +182,6 @@ def _compare(numbers: Mapping[str, Any], metric: str, least: float) -> int:
     """Return the exit code: 1 if the metric is below the threshold."""
     if numbers[metric] >= least:
         return 0
-    talk(f"areal-gym: {metric} is {numbers[metric]:.4f}, below {least:g}")
+    name = numbers["benchmark"] or numbers["env"]
+    talk(f"areal-gym: {metric} of {name} is {numbers[metric]:.4f}, below {least:g}")
     return 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from areal_gym.envs.base import TextEnv
-from areal_gym.errors import EpisodeError, NothingToDoError
+from areal_gym.errors import DataError, EpisodeError, NothingToDoError
 from areal_gym.recording import derive_seed
 from areal_gym.rollout.episode_runners import (
     EnvPool,
@@ -41,6 +41,9 @@ async def measure(
     env_id: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_trajectory: Callable[[Trajectory], None] | None = None,
+    on_begin: Callable[[int], None] | None = None,
+    on_sample: Callable[[int, int, Trajectory], None] | None = None,
+    kept: Mapping[tuple[int, int], Trajectory] | None = None,
 ) -> EvalReport:
     """Play tasks 0 to `num_tasks - 1` of the split, `num_samples` episodes each.
 
@@ -57,8 +60,12 @@ async def measure(
         success_reward: the reward from which on an episode counts as a success.
         on_progress: called with (episodes done, episodes in all).
         on_trajectory: called with every attempt that ends, failures included.
+        on_begin: called with the number of episodes, before the first one.
+        on_sample: called with a task's index, the sample's number and its last attempt.
+        kept: episodes that are done already, by index and number: they are not played.
 
     Raises:
+        DataError: an episode in `kept` is of another task than this split has in its place.
         NothingToDoError: the split is empty.
         FailureBudgetError: too many episodes fail for the numbers to mean anything.
         UsageError: the environment has no such split.
@@ -74,6 +81,14 @@ async def measure(
         for index, task in enumerate(tasks)
         for sample in range(num_samples)
     ]
+    done = _places_of(kept or {}, tasks, num_samples)
+    if on_begin is not None:
+        on_begin(len(requests))
+
+    def on_done(place: int, trajectory: Trajectory) -> None:
+        if on_sample is not None:
+            on_sample(*divmod(place, num_samples), trajectory)
+
     trajectories = await play_all(
         requests,
         LocalEpisodeRunner(envs, play),
@@ -81,6 +96,8 @@ async def measure(
         failures=failures,
         on_progress=on_progress,
         on_trajectory=on_trajectory,
+        on_done=on_done,
+        done=done,
     )
     if all(trajectory.stop_reason.is_failure for trajectory in trajectories):
         raise budget.error()
@@ -93,6 +110,21 @@ async def measure(
         success_reward=success_reward,
         wall_s=time.perf_counter() - start_s,
     )
+
+
+def _places_of(
+    kept: Mapping[tuple[int, int], Trajectory], tasks: Sequence[Task], num_samples: int
+) -> dict[int, Trajectory]:
+    places = {}
+    for (index, sample), trajectory in kept.items():
+        if index >= len(tasks) or trajectory.task.id != tasks[index].id:
+            task = tasks[index].id if index < len(tasks) else "no task"
+            raise DataError(
+                f"task {index} was {trajectory.task.id!r} before, and is now {task!r}",
+                hints=["the data have changed: measure anew with --clean, or another --out"],
+            )
+        places[index * num_samples + sample] = trajectory
+    return places
 
 
 def _request(seed: int, task: Task, index: int, sample: int, attempt: int) -> EpisodeRequest:
@@ -113,18 +145,21 @@ async def play_all(
     failures: FailurePolicy | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_trajectory: Callable[[Trajectory], None] | None = None,
+    on_done: Callable[[int, Trajectory], None] | None = None,
+    done: Mapping[int, Trajectory] | None = None,
 ) -> list[Trajectory]:
     """Play a fixed list of episodes; return the last attempt of each, in the order of the list.
 
     `requests` has for each episode a function from the number of the attempt to its request;
-    `failures` decides which failed episodes are tried again, by default none. The other arguments
-    are those of `measure`.
+    `failures` decides which failed episodes are tried again, by default none; `on_done` is called
+    with the place and the last attempt of each. Episodes in `done` have been played already. The
+    other arguments are those of `measure`.
 
     Raises:
         FailureBudgetError: `failures` ends the evaluation.
     """
-    trajectories: dict[int, Trajectory] = {}
-    num_done = 0
+    trajectories = dict(done or {})
+    num_done = len(trajectories)
 
     async def play(place: int) -> None:
         nonlocal num_done
@@ -138,10 +173,13 @@ async def play_all(
 
         await (attempt(0) if failures is None else failures.attempt(attempt))
         num_done += 1
+        if on_done is not None:
+            on_done(place, trajectories[place])
         if on_progress is not None:
             on_progress(num_done, len(requests))
 
-    await run_jobs((partial(play, place) for place in range(len(requests))), max_in_flight)
+    rest = [place for place in range(len(requests)) if place not in trajectories]
+    await run_jobs((partial(play, place) for place in rest), max_in_flight)
     return [trajectories[place] for place in range(len(requests))]
 
 

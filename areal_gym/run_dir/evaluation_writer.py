@@ -1,12 +1,13 @@
 """Writes the directory of an evaluation, sample by sample, and goes on with one after a crash.
 
-`evaluations` says which files there are. A trajectory is written before the line of its sample, in
-one call without a pause between them: after a crash, every line of `samples.jsonl` either has its
-trajectory or is cut off, and every trajectory after the last sample's is.
+`evaluations` says which files there are. A trajectory is written before the line of its sample.
+After a crash, a line without its trajectory is dropped, and trajectories after the last sample's
+are cut off.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from areal_gym.errors import RunExistsError, UsageError
+from areal_gym.errors import NothingToDoError, RunExistsError, UsageError
 from areal_gym.run_dir.evaluations import EVALUATION_FILE, Evaluation
 from areal_gym.run_dir.run_dir import RunMode
 from areal_gym.run_dir.run_status import DirectoryLock, StatusFile
@@ -67,7 +68,9 @@ class EvaluationWriter:
         self._trajectories = path / "trajectories" / f"{stem}.jsonl"
         self._status = StatusFile(path / "status.json")
         self._facts = {**facts, "started_at": None, "duration_s": 0.0, "scores": None}
+        self._mode = mode
         self._num_done, self._status_s = 0, 0.0
+        self._places: dict[str, tuple[int, int]] = {}
         if mode == "resume" and not self._file.is_file():
             raise UsageError(
                 f"{path} holds no evaluation to go on with",
@@ -92,7 +95,13 @@ class EvaluationWriter:
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._facts["scores"] is None:
+        is_refused = isinstance(error, UsageError | NothingToDoError)
+        if is_refused and self._mode != "resume" and not self._samples.exists():
+            self._remove()  # a request that cannot be served leaves nothing behind
+            with contextlib.suppress(OSError):
+                self._trajectories.parent.rmdir()
+                self.path.rmdir()
+        elif self._facts["scores"] is None:
             self._status.took_step(self._num_done)
             self._save()
             self._status.end(error or KeyboardInterrupt())
@@ -103,8 +112,8 @@ class EvaluationWriter:
         self._num_done = len(self.kept)
         self._status.start(step=self._num_done, steps=num_total)
 
-    def add(self, index: int, attempt: int, trajectory: Trajectory) -> None:
-        """Append a sample that is done: its trajectory, then its line.
+    def add_trajectory(self, trajectory: Trajectory) -> None:
+        """Append an episode that has ended, also one that failed and is going to be repeated.
 
         Raises:
             TrainError: the disk is full.
@@ -114,10 +123,19 @@ class EvaluationWriter:
         )
         offset = self._trajectories.stat().st_size if self._trajectories.exists() else 0
         append_bytes(self._trajectories, line)
+        self._places[trajectory.id] = (offset, len(line))
+
+    def add_sample(self, index: int, attempt: int, trajectory: Trajectory) -> None:
+        """Append the line of a sample that is done; `add_trajectory` was called before.
+
+        Raises:
+            TrainError: the disk is full.
+        """
         row = sample_row(
             index, attempt, trajectory, success_reward=float(self._facts["success_reward"])
         )
-        row |= {"offset": offset, "bytes": len(line)}
+        offset, num_bytes = self._places.pop(trajectory.id)
+        row |= {"offset": offset, "bytes": num_bytes}
         append_bytes(self._samples, (to_json(row) + "\n").encode("utf-8", "surrogatepass"))
         self._num_done += 1
         if time.monotonic() - self._status_s > _STATUS_EVERY_S:
@@ -132,8 +150,11 @@ class EvaluationWriter:
         self._status.end(None)
 
     def _begin(self, settings: str, *, is_clean: bool) -> None:
-        own = [self._file, self._samples, self._trajectories, self._status.file]
-        own += [self.path / "settings.yaml"]
+        if (self.path / "config.yaml").exists():
+            raise RunExistsError(
+                f"{self.path} is a run's directory",
+                hints=[f"its evaluations go to {self.path / 'evaluations'}: leave --out out"],
+            )
         if self._file.exists() and not is_clean:
             raise RunExistsError(
                 f"{self.path} already holds an evaluation",
@@ -143,12 +164,18 @@ class EvaluationWriter:
                     "keep it:      choose another directory with --out",
                 ],
             )
-        for file in own:
-            remove(file)
+        self._remove()
         self._facts["started_at"] = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
         self._facts["software"] = {"areal_gym": __version__, "python": platform.python_version()}
         write_atomic(self.path / "settings.yaml", settings)
         self._save()
+
+    def _remove(self) -> None:
+        # Only what evaluations write is deleted: a mistyped --out must not cost a home directory.
+        files = (self._file, self._samples, self._status.file, self.path / "settings.yaml")
+        folder = self._trajectories.parent
+        for file in (*files, *(folder / f"{stem}.jsonl" for stem in ("eval", "eval-greedy"))):
+            remove(file)
 
     def _go_on(self) -> None:
         """Keep what is whole, and cut off what a crash has torn."""

@@ -3,29 +3,93 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from areal_gym.chat import Renderer
 from areal_gym.config import RunConfig
 from areal_gym.config.online_settings import ONLINE, split_address
-from areal_gym.engines.base import Engine, SamplingParams, SnapshotEngine
-from areal_gym.errors import ConfigError, UsageError
+from areal_gym.engines.base import Engine, SnapshotEngine
+from areal_gym.errors import UsageError
 from areal_gym.gateway.shared_gateway import gateway_at
 from areal_gym.report.chart_table import evaluation_of
-from areal_gym.rollout.episode_runners import play_with_engine
 from areal_gym.rollout.eval_report import EvalReport
-from areal_gym.rollout.evaluate import measure
-from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.run_dir.evaluation_writer import EvaluationWriter
+from areal_gym.run_dir.run_dir import RunDir, RunMode
+from areal_gym.run_dir.run_list import new_run_path
 from areal_gym.runs.components import Components
-from areal_gym.runs.episodes.policies import opened
+from areal_gym.runs.measuring import Watch, measure_policy, measure_texts
 from areal_gym.runs.open_engine import open_engine
 from areal_gym.runs.policy_directory import policy_directory
 from areal_gym.runs.run_display import Display
-from areal_gym.types import Trajectory
 from areal_gym.utils.blocking import run_to_end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalJob:
+    """One policy in one environment: what is measured, and where it is written."""
+
+    config: RunConfig
+    checkpoint: Path | None = None
+    """The policy; by default `config.engine.model`."""
+    greedy: bool = False
+    """Take the likeliest token always."""
+    out: Path | None = None
+    """The directory of the evaluation, see `areal_gym.run_dir.evaluations`; None writes nothing."""
+    mode: RunMode = "new"
+    benchmark: str | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Episodes per task."""
+        return 1 if self.greedy else self.config.eval.num_samples
+
+    @property
+    def asks_server(self) -> bool:
+        """Whether the policy is a server that answers messages."""
+        return self.checkpoint is None and "://" in self.config.engine.model
+
+    def facts(self) -> dict[str, Any]:
+        """Return how it is measured, as `EvaluationInfo` has it."""
+        config = self.config
+        rollout, is_greedy = config.rollout, self.greedy
+        sampling = {
+            "temperature": 0.0 if is_greedy else rollout.temperature,
+            "top_p": 1.0 if is_greedy else rollout.top_p,
+            "top_k": 0 if is_greedy else rollout.top_k,
+            "max_new_tokens": rollout.max_new_tokens,
+        }
+        return {
+            "env": config.env.id,
+            "env_kwargs": config.env.model_dump(mode="json")["kwargs"],
+            "benchmark": self.benchmark,
+            "split": config.eval.split,
+            "policy": _policy_facts(config, self.checkpoint),
+            "agent": config.agent.id,
+            "engine": "server" if self.asks_server else config.engine.id,
+            "sampling": sampling,
+            "seed": config.seed,
+            "num_tasks": config.eval.num_tasks,
+            "num_samples": self.num_samples,
+            "success_reward": 1.0,
+        }
+
+
+def _policy_facts(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]:
+    if checkpoint is None:
+        return {"model": config.engine.model}
+    path = checkpoint.resolve()
+    facts: dict[str, Any] = {"model": config.engine.model, "checkpoint": str(path)}
+    if path.parent.name == "checkpoints":
+        facts["run"] = str(path.parent.parent)
+        step = path.name.removeprefix("step-")
+        facts["step"] = int(step) if step.isdigit() else None
+    return facts
 
 
 def evaluate(
@@ -38,64 +102,97 @@ def evaluate(
 ) -> EvalReport:
     """Measure the policy in `checkpoint`, by default `config.engine.model`, on held-out tasks.
 
-    `greedy` takes the likeliest token always. `out` gets `trajectories/eval.jsonl`.
+    `greedy` takes the likeliest token always. `out` becomes the directory of the evaluation; of a
+    run, it is a folder in its `evaluations/`.
     """
-    if config.env.id == ONLINE:
+    if out is not None and RunDir(out).config_file.exists():
+        out = new_run_path(f"eval-{config.env.id}", RunDir(out).evaluations_dir)
+    job = EvalJob(config=config, checkpoint=checkpoint, out=out, greedy=greedy)
+    return evaluate_jobs([job], display)[0]
+
+
+def evaluate_jobs(jobs: Sequence[EvalJob], display: Display | None = None) -> list[EvalReport]:
+    """Measure one after the other; an engine stays open while policy and engine are the same.
+
+    All directories are claimed before the first episode is played.
+
+    Raises:
+        UsageError: one of them has no held-out tasks, or its directory cannot be written to.
+    """
+    if any(job.config.env.id == ONLINE for job in jobs):
         raise UsageError(
             "an online run has no held-out tasks: programs outside measure the policy",
             hints=["serve it to them: areal-gym serve --run RUN"],
         )
-    return run_to_end(_evaluate(config, checkpoint, out, greedy, display or Display()))
+    return run_to_end(_evaluate_jobs(jobs, display or Display()))
+
+
+async def _evaluate_jobs(jobs: Sequence[EvalJob], display: Display) -> list[EvalReport]:
+    reports = []
+    with ExitStack() as claimed:
+        writers = [claimed.enter_context(_writer_of(job)) if job.out else None for job in jobs]
+        async with _OpenPolicy(display) as policy:
+            for job, writer in zip(jobs, writers, strict=True):
+                for repair in writer.repairs if writer is not None else ():
+                    display.say(f"{job.out}: {repair}")
+                report = await _evaluate(job, policy, writer, display)
+                if writer is not None:
+                    await asyncio.to_thread(writer.finish, report.to_dict())
+                reports.append(report)
+    return reports
+
+
+def _writer_of(job: EvalJob) -> EvaluationWriter:
+    assert job.out is not None
+    settings = yaml.safe_dump(job.config.model_dump(mode="json"), sort_keys=False)
+    return EvaluationWriter(job.out, job.facts(), settings=settings, mode=job.mode)
 
 
 async def _evaluate(
-    config: RunConfig, checkpoint: Path | None, out: Path | None, greedy: bool, display: Display
+    job: EvalJob, policy: _OpenPolicy, writer: EvaluationWriter | None, display: Display
 ) -> EvalReport:
+    config = job.config
     components = Components.of(config)
     await components.announce_sandboxes(display.say)
-    watch = _Watch(display.advance)
-    label = f"evaluate ({'greedy' if greedy else 'sampled'})"
-    total = config.eval.num_tasks * (1 if greedy else config.eval.num_samples)
-    if checkpoint is None and "://" in config.engine.model:
+    watch = Watch(display.advance, writer)
+    label = f"evaluate ({'greedy' if job.greedy else 'sampled'})"
+    total = config.eval.num_tasks * job.num_samples
+    if job.asks_server:
         display.phase(label, total)
-        report = await _measure_texts(config, components, greedy, watch)
-    else:
-        policy = checkpoint or policy_directory(config, components, display)[0]
-        async with (
-            open_engine(config, policy, display=display) as (engine, renderer),
-            gateway_at(*split_address(config.gateway)),
-        ):
-            display.phase(label, total)
-            report = await _measure(config, components, engine, renderer, greedy, watch)
-    if out is not None:
-        name = "eval-greedy" if greedy else "eval"
-        await asyncio.to_thread(RunDir(out).save_trajectories, watch.trajectories, name=name)
-    return report
+        return await measure_texts(config, components, job.greedy, watch)
+    engine, renderer = await policy.open(job, components)
+    async with gateway_at(*split_address(config.gateway)):
+        display.phase(label, total)
+        return await measure_policy(config, components, engine, renderer, job.greedy, watch)
 
 
-async def _measure_texts(
-    config: RunConfig, components: Components, greedy: bool, watch: _Watch
-) -> EvalReport:
-    """Measure the policy of an OpenAI-compatible server: messages in and out, no tokens.
+class _OpenPolicy:
+    """The engine of the newest job; an async context manager."""
 
-    Raises ConfigError if the settings want what only tokens can give.
-    """
-    if config.agent.id != "chat" or set(config.engine.kwargs) - {"model"}:
-        raise ConfigError(
-            f"{config.engine.model} answers messages of the environment only",
-            hints=[
-                "agent.id=chat; engine.kwargs.model=NAME is the model's name there",
-                "agents play where tokens are recorded: --engine sglang --engine.url URL",
-            ],
-        )
-    options, rollout = _options(config, greedy, watch), config.rollout
-    params = SamplingParams(
-        max_new_tokens=rollout.max_new_tokens, temperature=options["temperature"]
-    )
-    name = str(config.engine.kwargs.get("model", "default"))
-    timeout_s = rollout.episode_timeout_s
-    async with opened(config.engine.model, params, name, None, 0, timeout_s, config.env.id) as play:
-        return await measure(components.make_env, play, **options)
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._stack = AsyncExitStack()
+        self._key: object = None
+        self._opened: tuple[Engine, Renderer]
+
+    async def __aenter__(self) -> _OpenPolicy:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def open(self, job: EvalJob, components: Components) -> tuple[Engine, Renderer]:
+        """Return engine and renderer for the job: those of the job before it, if they fit."""
+        config = job.config
+        policy = job.checkpoint or policy_directory(config, components, self._display)[0]
+        rollout = config.rollout
+        key = (policy, config.engine, config.model, rollout.template_kwargs, rollout.thinking)
+        if key != self._key:
+            await self._stack.aclose()
+            opening = open_engine(config, policy, display=self._display)
+            self._opened = await self._stack.enter_async_context(opening)
+            self._key = key
+        return self._opened
 
 
 @dataclass(slots=True)
@@ -184,13 +281,15 @@ class Evaluations:
     async def _play(self, step: int, engine: Engine, *, is_shown: bool) -> None:
         config, display = self.config, self.display
         reports: list[EvalReport] = []
-        watches = [_Watch(display.advance if is_shown else None) for _ in range(2)]
+        watches = [Watch(display.advance if is_shown else None) for _ in range(2)]
         for greedy, watch in zip((False, True), watches, strict=True):
             if is_shown:
                 name = f"held-out, step {step} ({'greedy' if greedy else 'sampled'})"
                 num_samples = 1 if greedy else config.eval.num_samples
                 display.phase(name, config.eval.num_tasks * num_samples)
-            report = await _measure(config, self.components, engine, self.renderer, greedy, watch)
+            report = await measure_policy(
+                config, self.components, engine, self.renderer, greedy, watch
+            )
             reports.append(report)
         sampled, greedy_report = reports
         await asyncio.to_thread(
@@ -226,53 +325,3 @@ class Evaluations:
 def evaluations_of(directory: RunDir) -> list[dict[str, Any]]:
     """Return the evaluations on record, in their order, as `evaluation_of` flattens them."""
     return [evaluation_of(row) for row in directory.read_evaluations()]
-
-
-@dataclass(slots=True)
-class _Watch:
-    advance: Callable[..., Any] | None
-    trajectories: list[Trajectory] = field(default_factory=list)
-
-    def on_progress(self, done: int, total: int) -> None:
-        if self.advance is not None:
-            scored = [t.reward for t in self.trajectories if not t.stop_reason.is_failure]
-            num_failed = len(self.trajectories) - len(scored)
-            failed = f", {num_failed} failures" if num_failed else ""
-            self.advance(done, f"reward {sum(scored) / max(1, len(scored)):.3f}{failed}")
-
-
-def _options(config: RunConfig, greedy: bool, watch: _Watch) -> dict[str, Any]:
-    return {
-        "temperature": 0.0 if greedy else config.rollout.temperature,
-        "split": config.eval.split,
-        "num_tasks": config.eval.num_tasks,
-        "num_samples": 1 if greedy else config.eval.num_samples,
-        "max_in_flight": config.rollout.max_in_flight,
-        "seed": config.seed,
-        "env_id": config.env.id,
-        "on_progress": watch.on_progress,
-        "on_trajectory": watch.trajectories.append,
-    }
-
-
-async def _measure(
-    config: RunConfig,
-    components: Components,
-    engine: Engine,
-    renderer: Renderer,
-    greedy: bool,
-    watch: _Watch,
-) -> EvalReport:
-    options, rollout = _options(config, greedy, watch), config.rollout
-    params = SamplingParams(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=options["temperature"],
-        top_p=1.0 if greedy else rollout.top_p,
-        top_k=0 if greedy else rollout.top_k,
-    )
-    play = play_with_engine(
-        *(components.agent, engine, renderer, params, rollout.episode_timeout_s),
-        env_id=config.env.id,
-        agent_id=config.agent.id,
-    )
-    return await measure(components.make_env, play, **options)

@@ -37,7 +37,14 @@ def write_evaluation(path, samples, *, scores=None, mode="new", **facts):
     with EvaluationWriter(path, {**FACTS, **facts}, settings="env: {}\n", mode=mode) as writer:
         writer.begin(8)
         for index, attempt in samples:
-            writer.add(index, attempt, sample(index, attempt))
+            add(writer, index, attempt)
         if scores is not None:
             writer.finish(scores)
     return writer
+
+
+def add(writer, index, attempt, *, is_failed=False):
+    """Write a sample of `sample`."""
+    trajectory = sample(index, attempt, is_failed=is_failed)
+    writer.add_trajectory(trajectory)
+    writer.add_sample(index, attempt, trajectory)

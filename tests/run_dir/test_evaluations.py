@@ -9,7 +9,7 @@ from areal_gym.errors import DataError, NothingToDoError, RunExistsError, UsageE
 from areal_gym.run_dir.evaluation_writer import EvaluationWriter
 from areal_gym.run_dir.evaluations import SAMPLE_KEYS, Evaluation, list_evaluations
 from areal_gym.run_dir.run_dir import RunDir
-from tests._support.evaluation_dirs import FACTS, sample, write_evaluation
+from tests._support.evaluation_dirs import FACTS, add, sample, write_evaluation
 
 PLACES = [(index, attempt) for index in range(4) for attempt in range(2)]
 SCORES = {"pass@1": 0.5, "pass@1_low": 0.2, "pass@1_high": 0.8, "num_tasks": 4}
@@ -61,7 +61,7 @@ def test_resume_cuts_off_what_a_crash_has_torn(tmp_path, torn):
         assert set(writer.kept) == set(PLACES[:num_kept])
         assert writer.repairs
         for index, attempt in PLACES[num_kept:]:
-            writer.add(index, attempt, sample(index, attempt))
+            add(writer, index, attempt)
         writer.finish(SCORES)
     assert [(s["index"], s["attempt"]) for s in Evaluation.open(path).samples()] == PLACES
     assert len([*map(json.loads, trajectories.read_text().splitlines())]) == 8
@@ -71,12 +71,12 @@ def test_resume_measures_failed_samples_again(tmp_path):
     path = tmp_path / "e"
     with EvaluationWriter(path, FACTS, settings="") as writer:
         writer.begin(2)
-        writer.add(0, 0, sample(0, 0))
-        writer.add(0, 1, sample(0, 1, is_failed=True))
+        add(writer, 0, 0)
+        add(writer, 0, 1, is_failed=True)
     assert [s["success"] is None for s in Evaluation.open(path).samples()] == [False, True]
     with EvaluationWriter(path, FACTS, settings="", mode="resume") as writer:
         assert set(writer.kept) == {(0, 0)}
-        writer.add(0, 1, sample(0, 1))
+        add(writer, 0, 1)
     assert [s["success"] is None for s in Evaluation.open(path).samples()] == [False, False]
 
 

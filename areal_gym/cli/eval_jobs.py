@@ -1,0 +1,218 @@
+"""What `areal-gym eval` measures: one job for each environment or benchmark, with its directory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_gym.cli.setting_flags import env_flags, policy_files, require_env, resolve
+from areal_gym.config.trust import remember_settings
+from areal_gym.errors import NothingToDoError, UsageError
+from areal_gym.plugins import registry
+from areal_gym.run_dir.evaluations import Evaluation, EvaluationInfo, evaluation_paths
+from areal_gym.run_dir.run_list import new_run_path
+from areal_gym.utils.files import path_hints, read_yaml
+
+if TYPE_CHECKING:
+    from areal_gym.runs.evaluation import EvalJob
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What was typed."""
+
+    overrides: Sequence[str]
+    envs: Sequence[str]
+    benchmarks: Sequence[str]
+    recipe: Path | None
+    run: Path | None
+    checkpoint: Path | None
+    flags: Mapping[str, Any]
+    trust: bool
+    greedy: bool
+    out: Path | None
+    resume: bool
+    clean: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """The jobs, the folder that holds them, and evaluations that had ended before."""
+
+    jobs: list[EvalJob]
+    folder: Path
+    finished: list[EvaluationInfo] = field(default_factory=list)
+
+    @property
+    def is_suite(self) -> bool:
+        """Whether there are several evaluations."""
+        return len(self.jobs) + len(self.finished) > 1
+
+
+def plan_of(request: Request) -> Plan:
+    """Return what is going to be measured; reserves its directory.
+
+    Raises:
+        UsageError: what was typed contradicts itself, or a setting is wrong.
+        NothingToDoError: the run has no checkpoint yet.
+    """
+    models = (request.run, request.checkpoint, request.flags.get("engine.model"))
+    if sum(given is not None for given in models) > 1:
+        raise UsageError("--run, --checkpoint and --model exclude each other")
+    if request.envs and request.benchmarks:
+        raise UsageError(
+            "--env and --benchmark exclude each other: a benchmark has its environment",
+            hints=["see them all: areal-gym list benchmarks"],
+        )
+    if (request.resume or request.clean) and request.out is None:
+        flag = "--resume" if request.resume else "--clean"
+        raise UsageError(
+            f"{flag} needs the directory of the evaluation",
+            hints=[f"name it: {flag} --out runs/NAME", "see all: areal-gym list evals"],
+        )
+    if request.resume and request.clean:
+        raise UsageError("--resume and --clean exclude each other")
+    return _resumed(request) if request.resume else _new(request)
+
+
+def _new(request: Request) -> Plan:
+    from areal_gym.runs.evaluation import EvalJob
+
+    run_recipe, checkpoint = policy_files(request.run, request.checkpoint)
+    recipe = request.recipe or run_recipe
+    targets = _targets(request.envs, request.benchmarks, recipe)
+    if not request.benchmarks:
+        require_env(request.envs, recipe, request.overrides)
+    is_chosen = request.trust or request.recipe is not None or recipe is None
+    configs = [
+        resolve(
+            file=recipe,
+            overrides=request.overrides,
+            flags={**settings, **request.flags},
+            is_chosen=is_chosen,
+        )
+        for _, settings in targets
+    ]
+    folder = _folder(request, configs[0].env.id if len(configs) == 1 else "suite", targets)
+    if len(configs) == 1:
+        places = [folder]
+    else:
+        places = [folder / name for name in _names([c.env.id for c in configs], targets)]
+    jobs = []
+    for (benchmark, _), config, place in zip(targets, configs, places, strict=True):
+        if is_chosen:
+            remember_settings(config)
+        job = EvalJob(
+            config=config,
+            checkpoint=checkpoint,
+            greedy=request.greedy,
+            out=place,
+            mode="clean" if request.clean else "new",
+            benchmark=benchmark,
+        )
+        jobs.append(job)
+    return Plan(jobs, folder)
+
+
+_Target = tuple[str | None, dict[str, Any]]
+"""The id of a benchmark, if it is one, and settings."""
+
+
+def _targets(
+    envs: Sequence[str], benchmarks: Sequence[str], recipe: Path | None
+) -> list[_Target]:
+    ids = [id for text in benchmarks for id in text.split(",") if id]
+    if ids:
+        return [(id, registry().load("benchmarks", id).settings()) for id in dict.fromkeys(ids)]
+    each = [env_flags([env]) for env in dict.fromkeys(envs) if not _has_weight(env)]
+    if len(each) < 2 or len(each) < len(envs):
+        return [(None, env_flags(envs))]  # with weights it is one environment, a mix
+    # The arguments of a run's environment are not those of another one.
+    settings = read_yaml(recipe) if recipe is not None else {}
+    trained = (settings.get("env") or {}).get("id") if isinstance(settings, dict) else None
+    return [
+        (None, flags if flags["env.id"] == trained else {**flags, "env.kwargs": {}})
+        for flags in each
+    ]
+
+
+def _has_weight(env: str) -> bool:
+    return re.search(r":[0-9.]+$", env) is not None and "://" not in env
+
+
+def _folder(request: Request, label: str, targets: Sequence[_Target]) -> Path:
+    run = request.run
+    if request.out is not None:
+        if not (request.out / "config.yaml").exists():
+            return request.out
+        run = request.out  # a run keeps its evaluations in a folder
+    if len(targets) == 1:
+        label = targets[0][0] or label
+    root = Path("runs") if run is None else run / "evaluations"
+    return new_run_path(f"eval-{label}", root)
+
+
+def _names(env_ids: Sequence[str], targets: Sequence[_Target]) -> list[str]:
+    return [
+        re.sub("[/:]+", "-", benchmark or env_id)
+        for env_id, (benchmark, _) in zip(env_ids, targets, strict=True)
+    ]
+
+
+def _resumed(request: Request) -> Plan:
+    from areal_gym.runs.evaluation import EvalJob
+
+    assert request.out is not None
+    given = {
+        "--env": request.envs,
+        "--benchmark": request.benchmarks,
+        "--config": request.recipe,
+        "--run": request.run,
+        "--checkpoint": request.checkpoint,
+    }
+    if names := [name for name, value in given.items() if value]:
+        raise UsageError(
+            f"--resume goes on as the evaluation began: {', '.join(names)} cannot be given",
+            hints=[f"go on: areal-gym eval --resume --out {request.out}"],
+        )
+    paths = evaluation_paths(request.out)
+    if not paths:
+        raise UsageError(
+            f"{request.out} holds no evaluation to go on with",
+            hints=[*path_hints(request.out), "all evaluations: areal-gym list evals"],
+        )
+    plan = Plan([], request.out)
+    for path in paths:
+        info = Evaluation.open(path).info
+        if info.status == "finished":
+            plan.finished.append(info)
+            continue
+        config = resolve(
+            file=path / "settings.yaml",
+            overrides=request.overrides,
+            flags=request.flags,
+            is_chosen=request.trust,
+        )
+        checkpoint = info.policy.get("checkpoint")
+        job = EvalJob(
+            config=config,
+            checkpoint=None if checkpoint is None else _still_there(Path(checkpoint)),
+            greedy=info.is_greedy,
+            out=path,
+            mode="resume",
+            benchmark=info.benchmark,
+        )
+        plan.jobs.append(job)
+    return plan
+
+
+def _still_there(checkpoint: Path) -> Path:
+    if not (checkpoint / "config.json").is_file():
+        raise NothingToDoError(
+            f"the checkpoint {checkpoint} is gone: the rest cannot be measured",
+            hints=[*path_hints(checkpoint), "measure another one: areal-gym eval --run RUN"],
+        )
+    return checkpoint

@@ -1,0 +1,119 @@
+"""Measures a policy with a run's settings: of an engine, or of a server that answers messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_gym.chat import Renderer
+from areal_gym.config import RunConfig
+from areal_gym.engines.base import Engine, SamplingParams
+from areal_gym.errors import ConfigError
+from areal_gym.rollout.episode_runners import play_with_engine
+from areal_gym.rollout.eval_report import EvalReport
+from areal_gym.rollout.evaluate import measure
+from areal_gym.run_dir.evaluation_writer import EvaluationWriter
+from areal_gym.runs.components import Components
+from areal_gym.runs.episodes.policies import opened
+from areal_gym.types import Trajectory
+
+
+@dataclass(slots=True)
+class Watch:
+    """Follows an evaluation: shows its progress, keeps its episodes, writes them down."""
+
+    advance: Callable[..., Any] | None
+    writer: EvaluationWriter | None = None
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+    def on_trajectory(self, trajectory: Trajectory) -> None:
+        """Keep an episode that has ended."""
+        self.trajectories.append(trajectory)
+        if self.writer is not None:
+            self.writer.add_trajectory(trajectory)
+
+    def on_sample(self, index: int, attempt: int, trajectory: Trajectory) -> None:
+        """Write a sample down."""
+        if self.writer is not None:
+            self.writer.add_sample(index, attempt, trajectory)
+
+    def on_begin(self, num_samples: int) -> None:
+        """Write down how many samples there are going to be."""
+        if self.writer is not None:
+            self.trajectories += self.writer.kept.values()
+            self.writer.begin(num_samples)
+
+    def on_progress(self, done: int, total: int) -> None:
+        """Show the progress."""
+        if self.advance is not None:
+            scored = [t.reward for t in self.trajectories if not t.stop_reason.is_failure]
+            num_failed = len(self.trajectories) - len(scored)
+            failed = f", {num_failed} failures" if num_failed else ""
+            self.advance(done, f"reward {sum(scored) / max(1, len(scored)):.3f}{failed}")
+
+
+def _options(config: RunConfig, greedy: bool, watch: Watch) -> dict[str, Any]:
+    return {
+        "temperature": 0.0 if greedy else config.rollout.temperature,
+        "split": config.eval.split,
+        "num_tasks": config.eval.num_tasks,
+        "num_samples": 1 if greedy else config.eval.num_samples,
+        "max_in_flight": config.rollout.max_in_flight,
+        "seed": config.seed,
+        "env_id": config.env.id,
+        "on_progress": watch.on_progress,
+        "on_trajectory": watch.on_trajectory,
+        "on_begin": watch.on_begin,
+        "on_sample": watch.on_sample,
+        "kept": {} if watch.writer is None else watch.writer.kept,
+    }
+
+
+async def measure_policy(
+    config: RunConfig,
+    components: Components,
+    engine: Engine,
+    renderer: Renderer,
+    greedy: bool,
+    watch: Watch,
+) -> EvalReport:
+    """Measure the policy of an engine that has been started."""
+    options, rollout = _options(config, greedy, watch), config.rollout
+    params = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=options["temperature"],
+        top_p=1.0 if greedy else rollout.top_p,
+        top_k=0 if greedy else rollout.top_k,
+    )
+    play = play_with_engine(
+        *(components.agent, engine, renderer, params, rollout.episode_timeout_s),
+        env_id=config.env.id,
+        agent_id=config.agent.id,
+    )
+    return await measure(components.make_env, play, **options)
+
+
+async def measure_texts(
+    config: RunConfig, components: Components, greedy: bool, watch: Watch
+) -> EvalReport:
+    """Measure the policy of an OpenAI-compatible server: messages in and out, no tokens.
+
+    Raises ConfigError if the settings want what only tokens can give.
+    """
+    if config.agent.id != "chat" or set(config.engine.kwargs) - {"model"}:
+        raise ConfigError(
+            f"{config.engine.model} answers messages of the environment only",
+            hints=[
+                "agent.id=chat; engine.kwargs.model=NAME is the model's name there",
+                "agents play where tokens are recorded: --engine sglang --engine.url URL",
+            ],
+        )
+    options, rollout = _options(config, greedy, watch), config.rollout
+    params = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens, temperature=options["temperature"]
+    )
+    name = str(config.engine.kwargs.get("model", "default"))
+    timeout_s = rollout.episode_timeout_s
+    async with opened(config.engine.model, params, name, None, 0, timeout_s, config.env.id) as play:
+        return await measure(components.make_env, play, **options)
