@@ -48,6 +48,10 @@ _ENTRY = "id kind summary entry_point plugin distribution version missing instal
 JSON_KEYS: Mapping[str, tuple[str, str]] = {
     "list envs": ("list", _ENTRY),
     "list algorithms": ("list", "id summary advantage loss filters"),
+    "list evals": (
+        "list",
+        "path name env benchmark split policy sampling status started_at duration_s num_samples",
+    ),
     "list runs": (
         "list",
         "path env steps is_finished status error reward heldout_before heldout_after",

@@ -6,12 +6,12 @@ import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from areal_gym.cli import complete
-from areal_gym.cli.eval_jobs import Request, plan_of
+from areal_gym.cli.eval_jobs import Plan, Request, plan_of
 from areal_gym.cli.options import (
     PATH,
     Options,
@@ -27,6 +27,9 @@ from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.cli.setting_flags import setting_flags
 from areal_gym.errors import UsageError, choices
 from areal_gym.utils.markup import counted
+
+if TYPE_CHECKING:
+    from areal_gym.rollout.eval_report import EvalReport
 
 
 @click.command("eval")
@@ -55,7 +58,7 @@ from areal_gym.utils.markup import counted
     multiple=True,
     metavar="ID[,ID]...",
     shell_complete=complete.ids("benchmarks"),
-    help="A known benchmark with its data, prompt, grader and sampling (areal-gym list benchmarks).",
+    help="A known benchmark: data, prompt, grader and sampling (areal-gym list benchmarks).",
 )
 @click.option(
     "--out",
@@ -115,21 +118,15 @@ def eval_command(
     from areal_gym.runs.live_display import make_display
 
     try:
-        for job in plan.jobs if threshold is not None else ():
-            _require_metric(threshold[0], job.config.eval.num_samples)
+        if threshold is not None:
+            for job in plan.jobs:
+                _require_metric(threshold[0], job.config.eval.num_samples)
         with contextlib.closing(make_display(is_plain=options.is_plain)) as display:
             reports = evaluate_jobs(plan.jobs, display)
     finally:
         with contextlib.suppress(OSError):
             plan.folder.rmdir()  # reserved, and nothing was written
-    results = [
-        {"directory": str(job.out), "benchmark": job.benchmark, **report.to_dict()}
-        for job, report in zip(plan.jobs, reports, strict=True)
-    ]
-    results += [
-        {"directory": str(info.path), "benchmark": info.benchmark, **info.scores}
-        for info in plan.finished
-    ]
+    results = _results(plan, reports)
     if as_json:
         print_json(results if plan.is_suite else results[0])
     elif plan.is_suite or not reports:
@@ -139,12 +136,26 @@ def eval_command(
     if plan.finished:
         talk(f"{counted(len(plan.finished), 'evaluation')} had ended before")
     codes = [] if threshold is None else [_compare(row, *threshold) for row in results]
-    talk(f"view the episodes: areal-gym view {shlex.quote(str(plan.folder))}")
+    talk(f"view the episodes: areal-gym view {shlex.quote(str(plan.shown))}")
     return max(codes, default=0)
+
+
+def _results(plan: Plan, reports: Sequence[EvalReport]) -> list[dict[str, Any]]:
+    """Return the scores of all evaluations, JSON-ready, each with its directory."""
+    measured = [
+        {"directory": str(job.out), "benchmark": job.benchmark, **report.to_dict()}
+        for job, report in zip(plan.jobs, reports, strict=True)
+    ]
+    before = [
+        {"directory": str(info.path), "benchmark": info.benchmark, **info.scores}
+        for info in plan.finished
+    ]
+    return measured + before
 
 
 def score_table(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return a table with one row for each evaluation."""
+    table: list[tuple[str, ...]]
     table = [("", "tasks", "pass@1", "95% interval", "pass@k", "reward", "failed")]
     for row in results:
         k = row["num_samples"]

@@ -1,4 +1,4 @@
-"""What `areal-gym eval` measures: one job for each environment or benchmark, with its directory."""
+"""Plans what `areal-gym eval` measures: a job and a directory for each environment or benchmark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What was typed."""
+    """The arguments of the command line."""
 
     overrides: Sequence[str]
     envs: Sequence[str]
@@ -44,6 +44,8 @@ class Plan:
 
     jobs: list[EvalJob]
     folder: Path
+    shown: Path
+    """What `areal-gym view` is given: the run, if it is a run's, else the folder."""
     finished: list[EvaluationInfo] = field(default_factory=list)
 
     @property
@@ -108,22 +110,20 @@ def _new(request: Request) -> Plan:
         job = EvalJob(
             config=config,
             checkpoint=checkpoint,
-            greedy=request.greedy,
+            greedy=request.greedy or _is_greedy(benchmark, request),
             out=place,
             mode="clean" if request.clean else "new",
             benchmark=benchmark,
         )
         jobs.append(job)
-    return Plan(jobs, folder)
+    return Plan(jobs, folder, request.run if request.run and not request.out else folder)
 
 
 _Target = tuple[str | None, dict[str, Any]]
 """The id of a benchmark, if it is one, and settings."""
 
 
-def _targets(
-    envs: Sequence[str], benchmarks: Sequence[str], recipe: Path | None
-) -> list[_Target]:
+def _targets(envs: Sequence[str], benchmarks: Sequence[str], recipe: Path | None) -> list[_Target]:
     ids = [id for text in benchmarks for id in text.split(",") if id]
     if ids:
         return [(id, registry().load("benchmarks", id).settings()) for id in dict.fromkeys(ids)]
@@ -137,6 +137,15 @@ def _targets(
         (None, flags if flags["env.id"] == trained else {**flags, "env.kwargs": {}})
         for flags in each
     ]
+
+
+def _is_greedy(benchmark: str | None, request: Request) -> bool:
+    """Return whether a benchmark is greedy, and nothing that was typed asks for samples."""
+    if benchmark is None or not registry().load("benchmarks", benchmark).is_greedy:
+        return False
+    typed = [text.partition("=")[0] for text in request.overrides]
+    sampled = {"rollout.temperature", "eval.num_samples"}
+    return not sampled & {*request.flags, *typed}
 
 
 def _has_weight(env: str) -> bool:
@@ -184,7 +193,7 @@ def _resumed(request: Request) -> Plan:
             f"{request.out} holds no evaluation to go on with",
             hints=[*path_hints(request.out), "all evaluations: areal-gym list evals"],
         )
-    plan = Plan([], request.out)
+    plan = Plan([], request.out, request.out)
     for path in paths:
         info = Evaluation.open(path).info
         if info.status == "finished":

@@ -13,9 +13,12 @@ from areal_gym.cli.options import PATH, common_options, json_option
 from areal_gym.cli.output import print_columns, print_data, print_json, talk, warn
 from areal_gym.errors import DataError, NothingToDoError, UsageError, choices
 from areal_gym.plugins import KINDS, Entry, Kind, registry
+from areal_gym.run_dir.evaluations import Evaluation, EvaluationInfo, list_evaluations
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.run_dir.run_list import RunInfo, run_info, run_paths
 from areal_gym.utils.markup import counted, short
 
-CHOICES = (*KINDS, "algorithms", "runs")
+CHOICES = (*KINDS, "algorithms", "runs", "evals")
 
 
 @click.command("list")
@@ -26,12 +29,14 @@ CHOICES = (*KINDS, "algorithms", "runs")
     shell_complete=complete.one_of(*CHOICES),
 )
 @json_option()
-@click.option("--root", type=PATH, default=Path("runs"), help="The directory of runs.")
+@click.option("--root", type=PATH, default=Path("runs"), help="The directory of runs and evals.")
 @common_options
 def list_command(kind: str | None, as_json: bool, root: Path) -> None:
-    """List what plugins offer, by kind, with its plugin; or algorithms, or runs."""
+    """List what plugins offer, by kind, with its plugin; or algorithms, runs, evaluations."""
     if kind == "runs":
         _list_runs(root, as_json)
+    elif kind == "evals":
+        _list_evals(root, as_json)
     elif kind == "algorithms":
         _list_algorithms(as_json)
     elif kind is None or kind in KINDS:
@@ -88,9 +93,6 @@ def _list_algorithms(as_json: bool) -> None:
 
 
 def _list_runs(root: Path, as_json: bool) -> None:
-    from areal_gym.run_dir.run_dir import RunDir
-    from areal_gym.run_dir.run_list import run_info, run_paths
-
     runs = []
     for path in run_paths(root):
         try:
@@ -108,8 +110,7 @@ def _list_runs(root: Path, as_json: bool) -> None:
             "status": (status := RunDir(run.path).status),
             "error": RunDir(run.path).error if status == "failed" else None,
             "reward": run.reward,
-            "heldout_before": run.summary.get("heldout_before"),
-            "heldout_after": run.summary.get("heldout_after"),
+            **_heldout(run),
         }
         for run in runs
     ]
@@ -118,11 +119,70 @@ def _list_runs(root: Path, as_json: bool) -> None:
         return
     cells = []
     for row in rows:
-        heldout = f"{_number(row['heldout_before'])} -> {_number(row['heldout_after'])}"
+        heldout = _number(row["heldout_before"])
+        if row["heldout_after"] is not None:
+            heldout += f" -> {_number(row['heldout_after'])}"
         facts = (f"reward {_number(row['reward'])}", f"held out {heldout}")
         state = (f"step {row['steps']}", row["status"])
         cells.append((row["path"], row["env"], *state, *facts, short(row["error"] or "", 60)))
     print_columns(cells)
+
+
+def _heldout(run: RunInfo) -> dict[str, float | None]:
+    """Return the held-out scores before and after; one that was measured once has no after."""
+    names = ("heldout_before", "heldout_after")
+    if names[0] in run.summary:
+        return {name: run.summary.get(name) for name in names}
+    scores = [info.pass_at_1 for info in (e.info for e in Evaluation.of_schedule(run.path))]
+    means = [None if score is None else score.mean for score in scores]
+    before, after = means[0] if means else None, means[-1] if len(means) > 1 else None
+    return dict(zip(names, (before, after), strict=True))
+
+
+def _list_evals(root: Path, as_json: bool) -> None:
+    infos = list_evaluations(
+        root, on_damaged=lambda path, error: warn(f"{path} is skipped: {error}")
+    )
+    if not infos:
+        raise NothingToDoError(
+            f"no evaluations in {root}", hints=["start one: areal-gym eval --env tir"]
+        )
+    if as_json:
+        print_json([evaluation_card(info) for info in infos])
+        return
+    cells = [("", "measured", "policy", "pass@1", "tasks", "status", "seconds", "started")]
+    for info in infos:
+        score = info.pass_at_1
+        interval = (
+            "-" if score is None else f"{score.mean:.3f} ({score.low:.3f} to {score.high:.3f})"
+        )
+        cells.append(
+            (
+                str(info.path),
+                info.benchmark or info.env,
+                info.policy_name + (", greedy" if info.is_greedy else ""),
+                interval,
+                f"{info.scores.get('num_tasks', info.num_tasks or '?')} x {info.num_samples}",
+                _progress(info),
+                "-" if info.duration_s is None else f"{info.duration_s:.0f}",
+                (info.started_at or "-")[:16].replace("T", " "),
+            )
+        )
+    print_columns(cells)
+
+
+def _progress(info: EvaluationInfo) -> str:
+    if info.status == "finished" or info.num_total is None:
+        return info.status
+    return f"{info.status}, {info.num_done}/{info.num_total}"
+
+
+def evaluation_card(info: EvaluationInfo) -> dict[str, Any]:
+    """Return what is known of an evaluation, JSON-ready; its scores are keys of their own."""
+    card = {name: getattr(info, name) for name in EvaluationInfo.__dataclass_fields__}
+    scores = card.pop("scores")
+    card["path"] = str(info.path)
+    return {**card, **{name: value for name, value in scores.items() if name not in card}}
 
 
 def _number(value: float | None) -> str:

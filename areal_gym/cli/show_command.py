@@ -5,17 +5,27 @@ from __future__ import annotations
 import inspect
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from areal_gym.cli import complete
+from areal_gym.cli.list_command import evaluation_card
 from areal_gym.cli.options import common_options, json_option
 from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.errors import GymError, UnknownIdError, UsageError, did_you_mean
-from areal_gym.plugins import KINDS, Entry, EnvSpec, Spec, registry
+from areal_gym.plugins import KINDS, BenchmarkSpec, Entry, EnvSpec, Spec, registry
 from areal_gym.plugins.registry import as_kind
+from areal_gym.run_dir.evaluations import EVALUATION_FILE, Evaluation
 from areal_gym.utils.markup import visible
+
+if TYPE_CHECKING:
+    from areal_gym.envs.benchmarks import Benchmark
+
+BENCHMARK_FACTS = (
+    *("env", "env_kwargs", "split", "num_tasks", "prompt", "grader"),
+    *("compares_with", "licence", "tested"),
+)
 
 
 @click.command("show")
@@ -28,10 +38,15 @@ from areal_gym.utils.markup import visible
 @json_option()
 @common_options
 def show_command(id: str, kind: str | None, as_json: bool) -> None:
-    """Show an environment, an agent, a loss, ..., or a run directory in detail."""
-    is_run = kind is None and (Path(id) / "config.yaml").is_file()
-    entry = None if is_run else _find(id, kind)
-    card = _run_card(Path(id)) if entry is None else _card(entry)
+    """Show an environment, an agent, a loss, ..., a run or an evaluation in detail."""
+    path = Path(id)
+    is_run = kind is None and (path / "config.yaml").is_file()
+    is_evaluation = kind is None and not is_run and (path / EVALUATION_FILE).is_file()
+    entry = None if is_run or is_evaluation else _find(id, kind)
+    if entry is not None:
+        card = _card(entry)
+    else:
+        card = _run_card(path) if is_run else evaluation_card(Evaluation.open(path).info)
     if as_json:
         print_json(card)
     elif entry is None:
@@ -75,6 +90,8 @@ def _card(entry: Entry) -> dict[str, Any]:
     target = entry.load()
     card["description"] = inspect.getdoc(target) or ""
     card["arguments"] = _arguments(entry, target)
+    if isinstance(entry.spec, BenchmarkSpec):
+        return card | _benchmark_facts(target)
     if isinstance(entry.spec, EnvSpec):
         from areal_gym._gymnasium import gymnasium_id
 
@@ -85,6 +102,13 @@ def _card(entry: Entry) -> dict[str, Any]:
         except GymError as error:
             card["sample_error"] = str(error)
     return card
+
+
+def _benchmark_facts(benchmark: Benchmark) -> dict[str, Any]:
+    """Return what is known of a benchmark, JSON-ready."""
+    facts = {name: getattr(benchmark, name) for name in (*BENCHMARK_FACTS, "sampling")}
+    data = benchmark.data
+    return {**facts, "description": "", "source": "" if data is None else data.source}
 
 
 def _arguments(entry: Entry, target: Any) -> list[dict[str, Any]]:
@@ -180,6 +204,10 @@ def _print_card(card: dict[str, Any], spec: Spec) -> None:
         print_data(f"gymnasium.make({card['gymnasium_id']!r})")
     if card.get("description"):
         print_data("\n" + card["description"])
+    if isinstance(spec, BenchmarkSpec):
+        names = (*BENCHMARK_FACTS, "sampling", "source")
+        print_columns([(name.replace("_", " "), _in_words(card[name])) for name in names])
+        print_data(f"\nmeasure it: areal-gym eval --benchmark {card['id']} --model MODEL")
     if card.get("arguments"):
         how = spec.set_by.format(id=card["id"])
         print_data(f"\narguments{f', set by {how}' if how else ''}:")

@@ -116,14 +116,14 @@ def view_command(
 def report_command(run: Path, out: Path | None, as_json: bool) -> None:
     """Write a shareable one-page report: outcome, curves, examples, settings, plugins, versions.
 
-    Every run writes its report at the end.
+    RUN is the directory of a run or of areal-gym eval. Every run writes its report at the end.
     """
-    from areal_gym.report import collect, write_report
+    from areal_gym.report import collect_any, write_report
     from areal_gym.run_dir.run_dir import RunDir
 
     directory = RunDir(run)
     if as_json:
-        print_json(asdict(collect(directory)))
+        print_json(asdict(collect_any(directory)))
     else:
         for file in write_report(directory, out or directory.report_file):
             print_data(str(file))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from areal_gym.plugins import EnvSpec, RetrieverSpec, RewardSpec, hookimpl
+from areal_gym.plugins import BenchmarkSpec, EnvSpec, RetrieverSpec, RewardSpec, hookimpl
 
 _HALVES = ({"id": "tir", "weight": 0.5}, {"id": "math", "weight": 0.5})
 _MATH, _TAU2 = "math:MathEnv", "tau2.tau2_env:Tau2Env"
@@ -12,6 +12,8 @@ _BENCHMARK = "tools multi-turn user benchmark"
 
 # Id, class, tags, summary, arguments.
 _ENVS: tuple[tuple[str, str, str, str, dict[str, object]], ...] = (
+    ("choice", "choice:ChoiceEnv", "choice single-turn generated jsonl",
+     "multiple-choice questions", {}),
     ("code", "code.code_env:CodeEnv", "code single-turn generated jsonl",
      "write a function that hidden tests call in a sandbox", {}),
     ("countdown", "countdown:CountdownEnv", "math single-turn generated",
@@ -43,6 +45,20 @@ _ENVS: tuple[tuple[str, str, str, str, dict[str, object]], ...] = (
     ("tau2/telecom", _TAU2, _BENCHMARK,
      "customer service of a carrier, verdicts as in tau2-bench", {"domain": "telecom"}),
 )  # fmt: skip
+
+_BENCHMARKS = (
+    ("gsm8k", "1,319 grade-school word problems"),
+    ("math500", "500 competition problems of MATH"),
+    ("aime24", "30 problems of the AIME 2024, 16 samples each"),
+    ("aime25", "30 problems of the AIME 2025, 16 samples each"),
+    ("aime26", "30 problems of the AIME 2026, 16 samples each"),
+    ("gpqa-diamond", "198 multiple-choice questions of doctoral physics, chemistry, biology"),
+    ("humaneval+", "164 Python functions, tests of EvalPlus"),
+    ("mbpp+", "378 small Python functions, tests of EvalPlus"),
+    ("tau2-retail", "customer service in a shop, with a simulated customer"),
+    ("tau2-airline", "customer service of an airline, with a simulated customer"),
+    ("tau2-telecom", "customer service of a carrier, with a simulated customer"),
+)
 
 # Adapters to other libraries: id, class, the argument that stands after the colon of the id,
 # summary, required packages.
@@ -76,6 +92,15 @@ def register_envs() -> Iterable[EnvSpec]:
             requires=requires,
             extra=id.replace("_", "-") if requires else "",
         )
+
+
+@hookimpl
+def register_benchmarks() -> Iterable[BenchmarkSpec]:
+    """Offer the benchmarks that areal-gym knows; their objects have all that is known of each."""
+    for id, summary in _BENCHMARKS:
+        name = id.replace("-", "_").replace("+", "_plus").upper()
+        place = f"areal_gym.envs.benchmarks.known:{name}"
+        yield BenchmarkSpec(id=id, entry_point=place, summary=summary)
 
 
 @hookimpl

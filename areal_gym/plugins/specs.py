@@ -132,6 +132,13 @@ class EnvSpec(Spec, kind="environment", plural="envs", setting="env.id"):
         )
 
 
+class BenchmarkSpec(Spec, kind="benchmark", plural="benchmarks"):
+    """A known benchmark: an `areal_gym.envs.benchmarks.Benchmark` object.
+
+    `areal-gym eval --benchmark ID` measures it.
+    """
+
+
 class AgentSpec(Spec, kind="agent", plural="agents", setting="agent.id"):
     """An agent: a class with `async def play(self, episode)`."""
 

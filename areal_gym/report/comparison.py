@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal_gym.config.settings_model import flat
-from areal_gym.errors import NothingToDoError
+from areal_gym.errors import UsageError
 from areal_gym.report.chart_table import evaluation_of
+from areal_gym.report.evaluation_content import identity
+from areal_gym.run_dir.evaluations import EVALUATION_FILE, Evaluation
 from areal_gym.run_dir.run_files import RunFiles
 from areal_gym.run_dir.run_list import no_run_hints
 from areal_gym.run_dir.trajectory_files import TrajectoryFile
@@ -91,19 +93,20 @@ def compare(paths: Sequence[Path]) -> Comparison:
     """Compare run directories, or directories of evaluations on their own.
 
     Raises:
-        NothingToDoError: one of them holds neither.
+        UsageError: one of them holds neither.
         DataError: a file of trajectories is damaged.
     """
     sides = [_Side(path) for path in paths]
     settings = _differing(sides)
     envs = {side.env for side in sides}
     is_same_task = len(envs) == 1 and not any(key.startswith("env.") for key in settings)
+    is_same_split = not {"eval.split", "split"} & settings.keys()
     common = [step for step in sides[0].rows if all(step in side.rows for side in sides)]
     window = common[-WINDOW:]
     return Comparison(
         runs=[side.facts(name) for name, side in zip(_names(sides), sides, strict=True)],
         settings=settings,
-        heldout=list(_heldout(sides, is_same_task and "eval.split" not in settings)),
+        heldout=list(_heldout(sides, is_same_task and is_same_split)),
         training=list(_training(sides, window, is_same_task)),
         cost=list(_cost(sides)),
         steps=(window[0], window[-1]) if window else None,
@@ -116,8 +119,12 @@ _ALONE = {"sampled": "eval", "greedy": "eval-greedy"}
 
 
 def _differing(sides: Sequence[_Side]) -> dict[str, list[Any]]:
-    # Evaluations on their own have no settings.
-    trees = [dict(flat(side.config)) if side.config else None for side in sides]
+    # Evaluations are compared by how they were measured; beside a run, they have no settings.
+    trees: list[dict[str, Any] | None]
+    if all(side.evaluation is not None for side in sides):
+        trees = [identity(side.evaluation) for side in sides if side.evaluation is not None]
+    else:
+        trees = [dict(flat(side.config)) if side.config else None for side in sides]
     runs = [settings for settings in trees if settings is not None]
     return {
         key: [settings and settings.get(key) for settings in trees]
@@ -131,9 +138,11 @@ class _Side:
         self.run = RunFiles(path)
         self.files = {file.stem: file for file in self.run.trajectories_dir.glob("eval*.jsonl")}
         if not self.run.config_file.is_file() and not self.files:
-            raise NothingToDoError(
+            raise UsageError(
                 f"{path} is neither a run directory nor an evaluation", hints=no_run_hints(path)
             )
+        is_evaluation = (path / EVALUATION_FILE).is_file()
+        self.evaluation = Evaluation.open(path) if is_evaluation else None
         self.config = self.run.read_config()
         self.rows = {int(row["step"]): row for row in self.run.read_metrics()}
         self.summary = self.run.read_summary() or {}
@@ -147,19 +156,30 @@ class _Side:
 
     @property
     def env(self) -> str:
+        if self.evaluation is not None:
+            return self.evaluation.info.env
         try:
             return str(self.config["env"]["id"])
         except (KeyError, TypeError):
             return next((row["env"] for stem in self.files for row in self._heads(stem, 1)), "?")
 
+    @property
+    def _status(self) -> str:
+        return self.run.status if self.evaluation is None else self.evaluation.info.status
+
     def facts(self, name: str) -> dict[str, Any]:
         step = max(self.rows, default=0) if self.config else None
         where = {"name": name, "path": str(self.run.path), "env": self.env}
-        return {**where, "status": self.run.status, "step": step}
+        return {**where, "status": self._status, "step": step}
 
     def scores(self, stem: str) -> dict[str, float]:
         """Return the share of successful episodes in an evaluation, by task."""
         scores: dict[str, list[float]] = {}
+        if self.evaluation is not None and stem == self.evaluation.trajectories_file.stem:
+            for sample in self.evaluation.iter_samples():
+                if sample["success"] is not None:
+                    scores.setdefault(sample["task"], []).append(float(sample["success"]))
+            return {task: mean(values) for task, values in scores.items()}
         for row in self._heads(stem):
             if not row["error"]:
                 scores.setdefault(row["task"], []).append(float(row["reward"] >= 1 - 1e-9))

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.config.settings_model import flat
-from areal_gym.errors import NothingToDoError
+from areal_gym.errors import UsageError
 from areal_gym.report.chart_table import Chart, charts_of, evaluation_of
 from areal_gym.run_dir.run_files import RunFiles
 from areal_gym.run_dir.run_list import no_run_hints
 from areal_gym.run_dir.trajectory_files import TrajectoryFile, step_of
 from areal_gym.utils.markup import number
 
-_EXAMPLES = 2
+EXAMPLES = 2
 """The number of best examples, and of worst ones."""
 
 # Reports are shared: a path keeps its last part only.
@@ -46,16 +46,16 @@ class Report:
 
 
 def collect(run: RunFiles) -> Report:
-    """Read the content of a report; raise NothingToDoError if there is no run."""
+    """Read the content of a report; raise UsageError if there is no run."""
     if not run.config_file.is_file():
-        raise NothingToDoError(f"{run.path} is not a run directory", hints=no_run_hints(run.path))
+        raise UsageError(f"{run.path} is not a run directory", hints=no_run_hints(run.path))
     rows = run.read_metrics()
     summary = run.read_summary() or {}
     evaluations = [evaluation_of(row) for row in run.read_evaluations()]
     settings, provenance = run.read_config(), run.read_provenance()
     used = provenance.pop("used", [])
     done = max((int(row["step"]) for row in rows), default=0)
-    leaves = {name: _shown(value) for name, value in flat(settings)}
+    leaves = {name: shown(value) for name, value in flat(settings)}
     env, objective = leaves.get("env.id", "?"), leaves.get("objective", "rl")
     method = leaves.get("trainer.algorithm", "") if objective == "rl" else objective
     files = [path for path in run.trajectories_dir.glob("step-*.jsonl") if step_of(path)]
@@ -68,9 +68,9 @@ def collect(run: RunFiles) -> Report:
         charts=list(charts_of(rows, evaluations)),
         changed=_changed(settings, leaves),
         settings=leaves,
-        examples=best_and_worst(max(files), _EXAMPLES) if files else [],
+        examples=best_and_worst(max(files), EXAMPLES) if files else [],
         used=used,
-        environment={name: _shown(value) for name, value in flat(provenance)},
+        environment={name: shown(value) for name, value in flat(provenance)},
     )
 
 
@@ -82,8 +82,11 @@ def _facts(
     facts: dict[str, str] = {}
 
     def add_change(rows: Sequence[Mapping[str, Any]], name: str, key: str) -> None:
-        if rows and rows[-1].get(key) is not None:
-            facts[name] = f"{number(rows[0].get(key))} → {number(rows[-1][key])}"
+        if not rows or rows[-1].get(key) is None:
+            return
+        facts[name] = number(rows[-1][key])
+        if len(rows) > 1:  # one measurement is no change
+            facts[name] = f"{number(rows[0].get(key))} → {facts[name]}"
 
     for name in ("sampled", "greedy", "accuracy", "loss"):
         add_change(evaluations, f"held out, {name}", name)
@@ -126,7 +129,7 @@ def _changed(settings: Mapping[str, Any], leaves: Mapping[str, str]) -> dict[str
         changed = RunConfig.model_validate(settings).changed()
     except ValidationError:  # settings of another version
         return dict(leaves)
-    return {name: _shown(value) for name, value in changed.items()}
+    return {name: shown(value) for name, value in changed.items()}
 
 
 def best_and_worst(path: Path, num: int) -> list[tuple[str, Mapping[str, Any]]]:
@@ -151,9 +154,10 @@ def _apart(rows: Sequence[Mapping[str, Any]], order: Sequence[int], num: int) ->
     return list(chosen.values())[:num]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a setting as text; of a path, the last part only: reports are shared."""
     if isinstance(value, list):
-        return ", ".join(map(_shown, value)) or "–"
+        return ", ".join(map(shown, value)) or "–"
     if value is None or value == {}:
         return "–"
     if isinstance(value, float):

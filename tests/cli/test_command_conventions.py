@@ -12,6 +12,7 @@ import areal_gym.errors
 from areal_gym.cli.app import COMMANDS, run
 from areal_gym.cli.command_reference import _VARIABLES, JSON_KEYS, commands_page, every_command
 from areal_gym.cli.output import EXIT_CODES, print_columns
+from tests._support.evaluation_dirs import write_evaluation
 from tests._support.paths import ROOT
 from tests._support.run_dirs import make_run
 
@@ -24,6 +25,7 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     for name in ("first", "second"):
         make_run(folder / "runs" / name, num_steps=2, num_trajectories=4)
+    write_evaluation(folder / "runs" / "measured", [(0, 0), (1, 0)])
     return folder
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from areal_gym.cli.app import run as areal_gym
-from areal_gym.errors import NothingToDoError
+from areal_gym.errors import UsageError
 from areal_gym.report import compare
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import Task, Turn
@@ -112,7 +112,7 @@ def test_runs_of_different_environments_are_not_compared(tmp_path):
 
 
 def test_empty_directory_is_refused(tmp_path):
-    with pytest.raises(NothingToDoError, match="neither a run directory nor an evaluation"):
+    with pytest.raises(UsageError, match="neither a run directory nor an evaluation"):
         compare([tmp_path, tmp_path])
 
 
@@ -135,5 +135,5 @@ def test_compare_command(tmp_path, monkeypatch, capsys):
     assert found["steps"] == [1, 6]
 
     assert areal_gym(["compare", "a"]) == 2
-    assert areal_gym(["compare", "a", "nothing"]) == 5
+    assert areal_gym(["compare", "a", "nothing"]) == 2
     assert "nothing is neither a run" in capsys.readouterr().err

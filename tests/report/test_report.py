@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from areal_gym.cli.app import run as run_program
-from areal_gym.errors import NothingToDoError
+from areal_gym.errors import UsageError
 from areal_gym.report import collect, keep_report, write_report
 from areal_gym.report.chart_table import Chart, Line
 from areal_gym.report.charts import draw
@@ -185,6 +185,6 @@ def test_report_command_writes_and_prints_the_path(run, tmp_path, capsys):
     assert capsys.readouterr().out.split() == [str(tmp_path / "a.md"), str(tmp_path / "a.svg")]
     assert run_program(["report", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["facts"]["held out, sampled"] == "0.25 → 0.75"
-    assert run_program(["report", str(tmp_path / "nothing")]) == 5
-    with pytest.raises(NothingToDoError):
+    assert run_program(["report", str(tmp_path / "nothing")]) == 2
+    with pytest.raises(UsageError):
         collect(RunDir(tmp_path))

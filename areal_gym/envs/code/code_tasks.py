@@ -97,7 +97,9 @@ def _piece(rng: random.Random, pieces: Mapping[str, str], largest: int) -> tuple
 
 def code_draft(row: SourceRow) -> Draft:
     """Return the task of a row: of MBPP or HumanEval, or arguments and results; else DataError."""
-    if "test_list" in row.data:
+    if "test_list" in row.data and isinstance(row.data.get("test"), str):
+        data = _mbpp_plus(row)
+    elif "test_list" in row.data:
         data = _mbpp(row)
     elif "entry_point" in row.data and "test" in row.data:
         data = _humaneval(row)
@@ -116,6 +118,17 @@ def _mbpp(row: SourceRow) -> dict[str, Any]:
         "entry_point": name or "",
         "solution": row.data.get("code"),
         "checks": [_call_of(text) or {"check": f"{setup}\n{text}"} for text in asserts],
+    }
+
+
+def _mbpp_plus(row: SourceRow) -> dict[str, Any]:
+    """MBPP+ of EvalPlus: `test` has the base tests and many more; `test_list` has the first."""
+    data = _mbpp(row)
+    first = texts_field(row, "test_list")[0]
+    return {
+        **data,
+        "question": f"{data['question']} It passes this test:\n\n{first}",
+        "checks": [{"check": text_field(row, "test")}],
     }
 
 
