@@ -81,7 +81,15 @@ MAY_IMPORT = {
     | {"report", "rewards", "rollout", "run_dir", "sandbox", "tasks", "trainer", "warm_start"},
     "cli": COMMON
     | {"plan", "runs", "run_dir", "report", "scaffold", "viewer", "envs.server", "envs.base"}
-    | {"envs.checker", "envs.tau2", "envs.contamination", "tasks", "rewards", "_gymnasium"},
+    | {
+        "envs.checker",
+        "envs.benchmarks",
+        "envs.tau2",
+        "envs.contamination",
+        "tasks",
+        "rewards",
+        "_gymnasium",
+    },
     "testing": COMMON | {"trainer"},
     "_gymnasium": {"plugins"},
     "__main__": {"cli"},

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -27,9 +27,6 @@ from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.cli.setting_flags import setting_flags
 from areal_gym.errors import UsageError, choices
 from areal_gym.utils.markup import counted
-
-if TYPE_CHECKING:
-    from areal_gym.rollout.eval_report import EvalReport
 
 
 @click.command("eval")
@@ -126,7 +123,7 @@ def eval_command(
     finally:
         with contextlib.suppress(OSError):
             plan.folder.rmdir()  # reserved, and nothing was written
-    results = _results(plan, reports)
+    results = _results(plan, [report.to_dict() for report in reports])
     if as_json:
         print_json(results if plan.is_suite else results[0])
     elif plan.is_suite or not reports:
@@ -140,11 +137,11 @@ def eval_command(
     return max(codes, default=0)
 
 
-def _results(plan: Plan, reports: Sequence[EvalReport]) -> list[dict[str, Any]]:
+def _results(plan: Plan, scores: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the scores of all evaluations, JSON-ready, each with its directory."""
     measured = [
-        {"directory": str(job.out), "benchmark": job.benchmark, **report.to_dict()}
-        for job, report in zip(plan.jobs, reports, strict=True)
+        {"directory": str(job.out), "benchmark": job.benchmark, **row}
+        for job, row in zip(plan.jobs, scores, strict=True)
     ]
     before = [
         {"directory": str(info.path), "benchmark": info.benchmark, **info.scores}

@@ -21,6 +21,7 @@ from areal_gym.cli import complete
 from areal_gym.cli.options import PATH, common_options, json_option
 from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.errors import UsageError
+from areal_gym.run_dir.run_list import no_run_hints
 from areal_gym.utils.markup import counted, number
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ def view_command(
     """
     from areal_gym.viewer import Catalog, export
 
+    for path in runs:
+        if not path.exists():
+            raise UsageError(f"there is no run {path}", hints=no_run_hints(path))
     catalog = Catalog(runs or (Path("runs"),))
     if file is not None:
         num_bytes = export(catalog, file)

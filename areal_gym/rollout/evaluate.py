@@ -76,18 +76,10 @@ async def measure(
     budget = FailureBudget(max_failure_rate)
     outage = Outage(outage_patience_s, clock=loop_time)
     failures = FailurePolicy(budget, outage, max_retries=max_retries, waits=False)
-    requests = [
-        partial(_request, seed, task, index, sample)
-        for index, task in enumerate(tasks)
-        for sample in range(num_samples)
-    ]
+    requests = _requests(seed, tasks, num_samples)
     done = _places_of(kept or {}, tasks, num_samples)
     if on_begin is not None:
         on_begin(len(requests))
-
-    def on_done(place: int, trajectory: Trajectory) -> None:
-        if on_sample is not None:
-            on_sample(*divmod(place, num_samples), trajectory)
 
     trajectories = await play_all(
         requests,
@@ -96,7 +88,7 @@ async def measure(
         failures=failures,
         on_progress=on_progress,
         on_trajectory=on_trajectory,
-        on_done=on_done,
+        on_done=None if on_sample is None else _by_place(on_sample, num_samples),
         done=done,
     )
     if all(trajectory.stop_reason.is_failure for trajectory in trajectories):
@@ -125,6 +117,22 @@ def _places_of(
             )
         places[index * num_samples + sample] = trajectory
     return places
+
+
+def _requests(
+    seed: int, tasks: Sequence[Task], num_samples: int
+) -> list[Callable[[int], EpisodeRequest]]:
+    return [
+        partial(_request, seed, task, index, sample)
+        for index, task in enumerate(tasks)
+        for sample in range(num_samples)
+    ]
+
+
+def _by_place(
+    on_sample: Callable[[int, int, Trajectory], None], num_samples: int
+) -> Callable[[int, Trajectory], None]:
+    return lambda place, trajectory: on_sample(*divmod(place, num_samples), trajectory)
 
 
 def _request(seed: int, task: Task, index: int, sample: int, attempt: int) -> EpisodeRequest:
