@@ -77,19 +77,16 @@ async def measure(
     outage = Outage(outage_patience_s, clock=loop_time)
     failures = FailurePolicy(budget, outage, max_retries=max_retries, waits=False)
     requests = _requests(seed, tasks, num_samples)
-    done = _places_of(kept or {}, tasks, num_samples)
-    if on_begin is not None:
-        on_begin(len(requests))
+    (on_begin or _ignore)(len(requests))
 
     trajectories = await play_all(
-        requests,
-        LocalEpisodeRunner(envs, play),
+        *(requests, LocalEpisodeRunner(envs, play)),
         max_in_flight=max_in_flight,
         failures=failures,
         on_progress=on_progress,
         on_trajectory=on_trajectory,
-        on_done=None if on_sample is None else _by_place(on_sample, num_samples),
-        done=done,
+        on_done=_by_place(on_sample or _ignore, num_samples),
+        done=_places_of(kept or {}, tasks, num_samples),
     )
     if all(trajectory.stop_reason.is_failure for trajectory in trajectories):
         raise budget.error()
@@ -127,6 +124,10 @@ def _requests(
         for index, task in enumerate(tasks)
         for sample in range(num_samples)
     ]
+
+
+def _ignore(*facts: object) -> None:
+    pass
 
 
 def _by_place(
