@@ -59,7 +59,7 @@ def replay_command(
             "other settings give another policy, which needs a directory",
             hints=["name one: --out runs/NAME"],
         )
-    config = resolve(file=recipe, overrides=overrides, is_chosen=trust)
+    config = resolve(file=recipe, overrides=overrides, is_chosen=trust, plays=False)
     if refused:
         return _replay_refused(options, config, run, as_json)
 

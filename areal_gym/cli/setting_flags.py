@@ -14,9 +14,10 @@ from areal_gym.cli import complete
 from areal_gym.config import RunConfig, load_config
 from areal_gym.config.settings_model import bounds, setting_fields
 from areal_gym.config.trust import require_chosen
-from areal_gym.errors import NothingToDoError, UsageError
-from areal_gym.run_dir.provenance import entries_used
+from areal_gym.errors import NothingToDoError, UnknownIdError, UsageError
+from areal_gym.run_dir.provenance import entries_used, known_from
 from areal_gym.run_dir.run_list import no_run_hints
+from areal_gym.utils.command_words import quoted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -72,11 +73,13 @@ def resolve(
     overrides: Sequence[str],
     flags: Mapping[str, Any] | None = None,
     is_chosen: bool = True,
+    plays: bool = True,
 ) -> RunConfig:
     """Return the settings of a recipe, overridden by flags, overridden by `key=value`.
 
     `is_chosen` says whether the user has named the file as a recipe; otherwise it comes from a run
-    directory, whose settings may not start programs (`areal_gym.config.trust`).
+    directory, whose settings may not start programs (`areal_gym.config.trust`). Without `plays`,
+    the environment, the agent and the engine need not be installed.
 
     Raises:
         UsageError: a setting or an id is unknown or wrong, or a run's settings would start a
@@ -86,7 +89,10 @@ def resolve(
     if file is not None and not is_chosen:
         keys = [text.partition("=")[0] for text in overrides]
         require_chosen(config, file, [*(flags or {}), *keys])
-    entries_used(config)
+    try:
+        entries_used(config, plays=plays)
+    except UnknownIdError as error:
+        raise error if file is None else known_from(file.parent, error) from None
     return config
 
 
@@ -142,7 +148,7 @@ def policy_files(run: Path | None, checkpoint: Path | None) -> tuple[Path | None
         if not steps:
             raise NothingToDoError(
                 f"{run} has no checkpoint yet",
-                hints=[f"continue it: areal-gym train --resume --out {run}"],
+                hints=[f"continue it: areal-gym train --resume --out {quoted(run)}"],
             )
         return recipe, steps[-1].parent
     if checkpoint is not None and not (checkpoint / "config.json").is_file():

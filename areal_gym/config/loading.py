@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,8 +15,9 @@ from areal_gym.config.algorithm_settings import PRESETS
 from areal_gym.config.defaults import RENAMED, on_starter_defaults, without_defaults
 from areal_gym.config.run_config import RunConfig
 from areal_gym.config.sections import RolloutConfig, TrainerConfig
+from areal_gym.config.setting_errors import settings_error
 from areal_gym.config.settings_model import merged, section_of, setting_fields
-from areal_gym.errors import ConfigError, DataError, did_you_mean
+from areal_gym.errors import ConfigError, DataError
 from areal_gym.utils.files import path_hints, read_yaml
 
 _RENAMED = {f"trainer.{old}": f"trainer.{new}" for old, new in RENAMED.items()}
@@ -52,7 +52,8 @@ def load_config(
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error, "the settings" if file is None else str(file)) from None
+        source = "the settings" if file is None else str(file)
+        raise settings_error(error, source, field_names()) from None
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -126,32 +127,3 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     # All lines of a section may be commented out.
     sections = {name for name, info in RunConfig.model_fields.items() if section_of(info)}
     return {key: v for key, v in tree.items() if not (v is None and key in sections)}
-
-
-def _nearest(key: str, known: Sequence[str]) -> str | None:
-    """Suggest settings of any section whose last word is close to the key's."""
-    section, _, word = key.rpartition(".")
-    words = {name: name.rpartition(".")[2] for name in known}
-    close = difflib.get_close_matches(word, sorted(set(words.values())))
-    names = [name for name in known if words[name] in close]
-    names.sort(key=lambda name: (close.index(words[name]), not name.startswith(f"{section}.")))
-    if names:
-        return f"did you mean {' or '.join(map(repr, names[:3]))}?"
-    return did_you_mean(key, known)
-
-
-def _explain(error: ValidationError, source: str) -> ConfigError:
-    known = field_names()
-    lines: list[str] = []
-    hints: list[str | None] = []
-    for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key!r} in {source}")
-            hints.append(_nearest(key, known))
-        else:
-            is_own = not key or problem["type"] == "value_error"  # names the setting itself
-            asked = "" if is_own else f"{key} = {problem['input']!r}: "
-            lines.append(asked + problem["msg"].removeprefix("Value error, "))
-    hints.append("all settings: areal-gym train --dry-run")
-    return ConfigError("; ".join(lines), hints=hints)

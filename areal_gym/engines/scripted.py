@@ -12,7 +12,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from areal_gym.chat import Renderer, Tokenizer
 from areal_gym.engines.base import Generation, SamplingParams
@@ -99,6 +99,8 @@ class ScriptedEngine:
     It fulfils the whole contract of `Engine`: limits cut replies, `publish` changes the version (a
     reply in flight then carries both), sampling can be cancelled. Log-probabilities are all -1.
     """
+
+    takes_urls: ClassVar[bool] = False
 
     def __init__(
         self,

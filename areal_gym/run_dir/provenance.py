@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from areal_gym.config import PluginConfig, RunConfig
 from areal_gym.config.objective_settings import SUPERVISED
+from areal_gym.errors import UnknownIdError
 from areal_gym.plugins import Entry, Kind, registry
+from areal_gym.run_dir.run_dir import RunDir
 
 
-def entries_used(config: RunConfig) -> list[Entry]:
+def entries_used(config: RunConfig, *, plays: bool = True) -> list[Entry]:
     """Return every plugin entry that the settings name, in the order of the settings.
+
+    Without `plays`, what plays episodes and brings weights to an engine is left out.
 
     Raises:
         UnknownIdError: no plugin registers an id that the settings name.
@@ -20,18 +26,31 @@ def entries_used(config: RunConfig) -> list[Entry]:
         has_env = config.data.file is None or config.engine.model == "starter"
         return [*(_environments(config) if has_env else []), *loggers]
     sync = config.trainer.weight_sync
+    if not plays:
+        return [*_training(config), *loggers]
     return [
         *_environments(config),
         plugins.get("agents", config.agent.id),
         plugins.get("engines", config.engine.id),
-        plugins.get("trainers", config.trainer.id),
-        plugins.get("advantages", config.trainer.advantage),
-        plugins.get("losses", config.trainer.loss),
+        *_training(config),
         *(plugins.get("filters", f.id) for f in config.rollout.filters),
         *_named("curricula", config.rollout.curriculum),
         *_named("weight-syncs", None if sync.id == "auto" else sync),
         *loggers,
     ]
+
+
+def known_from(run: Path, error: UnknownIdError) -> UnknownIdError:
+    """Return the error with a hint on the plugin that offered the id when the run was made."""
+    used = RunDir(run).read_provenance().get("used", [])
+    for entry in used:
+        if repr(entry["id"]) not in error.message:
+            continue
+        distribution, version = entry.get("distribution"), entry.get("version")
+        install = f": pip install '{distribution}=={version}'" if distribution and version else ""
+        hint = f"this run had it from plugin {entry['plugin']}{install}"
+        return UnknownIdError(error.message, hints=[hint, *error.hints])
+    return error
 
 
 def require_installed(config: RunConfig) -> None:
@@ -45,6 +64,12 @@ def _environments(config: RunConfig) -> list[Entry]:
     mixed = config.env.kwargs.get("envs", ()) if config.env.id == "mix" else ()
     ids = [config.env.id, *(given["id"] for given in mixed if "id" in given)]
     return [registry().get("envs", id) for id in dict.fromkeys(ids)]
+
+
+def _training(config: RunConfig) -> list[Entry]:
+    plugins, trainer = registry(), config.trainer
+    named = (("trainers", trainer.id), ("advantages", trainer.advantage), ("losses", trainer.loss))
+    return [plugins.get(kind, id) for kind, id in named]
 
 
 def _named(kind: Kind, settings: PluginConfig | None) -> list[Entry]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from areal_gym.errors import GymError, InfrastructureError, TrainError
+from areal_gym.utils.command_words import quoted
 from areal_gym.utils.files import read_json, to_json, write_atomic
 
 RunStatus = Literal["running", "finished", "failed", "interrupted", "died", "stopped"]
@@ -86,7 +87,9 @@ class StatusRecord:
         """Return hints about a run that has not finished."""
         hints = list(self.hints)
         if self.current_state != "running":
-            hints.append(f"go on from its newest checkpoint: areal-gym train --resume --out {run}")
+            hints.append(
+                f"go on from its newest checkpoint: areal-gym train --resume --out {quoted(run)}"
+            )
         return hints
 
 

@@ -14,6 +14,7 @@ from pydantic.errors import PydanticUserError
 
 from areal_gym.agents.base import Agent
 from areal_gym.config import AgentConfig, PluginConfig, RunConfig
+from areal_gym.config.setting_errors import plain_reason
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, GymError, did_you_mean
 from areal_gym.loggers.base import MetricsLogger
@@ -156,7 +157,7 @@ def check_types(factory: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -
         try:
             TypeAdapter(types[name]).validate_python(value, strict=False)
         except ValidationError as error:
-            problem = str(error.errors()[0]["msg"]).lower()
+            problem = plain_reason(error.errors()[0])
             raise ConfigError(
                 f"{key}: the arguments of {id!r} do not fit: {name} = {value!r}: {problem}",
                 hints=[f"its arguments: areal-gym show {id}"],

@@ -24,6 +24,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import step_of
 from areal_gym.runs.run_display import Display
 from areal_gym.types import Trajectory
+from areal_gym.utils.command_words import quoted
 
 _CALM = 0.25
 """Below this share of every limit a policy is good beyond doubt."""
@@ -264,7 +265,7 @@ class DivergenceGuard:
             f"begin again more slowly: {slower}; trainer.save_every=10 keeps checkpoints on the way"
             if good is None
             else f"go on from it more slowly: areal-gym train --resume --from-step {good} "
-            f"--out {path} {slower}"
+            f"--out {quoted(path)} {slower}"
         ]
         if config.rollout.max_staleness:
             nearer = ["trainer.correction.second_moment=0.04"]
@@ -272,7 +273,7 @@ class DivergenceGuard:
                 nearer.append("trainer.minibatches=1")
             nearer.append(f"rollout.max_staleness={config.rollout.max_staleness // 2}")
             hints.append(f"or stay nearer to the policies that sample: {', or '.join(nearer)}")
-        hints.append(f"look at it: areal-gym view {path}")
+        hints.append(f"look at it: areal-gym view {quoted(path)}")
         hints.append("if this is as it should be: guard.action=warn goes on (docs/trainer.md)")
         return hints
 

@@ -19,6 +19,7 @@ from areal_gym.engines.servers.server_engine import ServerEngine
 from areal_gym.errors import ConfigError, GymError, PluginError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.runs.components import check_types
+from areal_gym.runs.early_checks import require_server_engine
 from areal_gym.runs.run_display import Display
 from areal_gym.utils.command_words import command_words
 
@@ -78,6 +79,7 @@ def _is_for_cpus(server_args: Sequence[str]) -> bool:
 
 
 def _make_engine(engine_class: Any, policy: Path, settings: EngineConfig) -> Engine:
+    require_server_engine(settings)
     check_types(engine_class, settings.kwargs, key="engine.kwargs", id=settings.id)
     try:
         engine: Engine = engine_class.from_settings(policy, settings)

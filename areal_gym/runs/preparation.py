@@ -23,6 +23,7 @@ from areal_gym.runs.policy_directory import hash_of_policy, policy_directory, re
 from areal_gym.runs.restarts import Restarts
 from areal_gym.runs.resume import require_resumable
 from areal_gym.runs.run_display import Display
+from areal_gym.utils.command_words import quoted
 from areal_gym.utils.statistics import cpu_s
 from areal_gym.version import __version__
 
@@ -141,8 +142,8 @@ def require_steps_left(config: RunConfig, directory: RunDir) -> None:
         raise NothingToDoError(
             f"{directory.path} has taken all of its {num_steps} steps",
             hints=[
-                f"go on: --resume --out {directory.path} --steps {2 * num_steps}",
-                f"look: areal-gym view {directory.path}",
+                f"go on: --resume --out {quoted(directory.path)} --steps {2 * num_steps}",
+                f"look: areal-gym view {quoted(directory.path)}",
             ],
         )
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_gym.config import RunConfig
+from areal_gym.config import AgentConfig, RunConfig
 from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.errors import DataError, NotFiniteError, NothingToDoError, UsageError
 from areal_gym.plugins import registry
@@ -29,6 +29,7 @@ from areal_gym.runs.probe import keep_rounding_from_clips
 from areal_gym.runs.run_display import Display
 from areal_gym.trainer.base import close_trainer
 from areal_gym.types import Group
+from areal_gym.utils.command_words import quoted
 
 if TYPE_CHECKING:
     from areal_gym.trainer.base import GroupTrainer
@@ -112,7 +113,7 @@ def replay(
     if not steps:
         raise NothingToDoError(
             f"{source} has recorded no step to replay",
-            hints=[f"let it train first: areal-gym train --resume --out {source}"],
+            hints=[f"let it train first: areal-gym train --resume --out {quoted(source)}"],
         )
     config, policy = _start_of(config, run, display)
     trainer = make_trainer(config, policy)
@@ -175,7 +176,11 @@ def _start_of(config: RunConfig, run: RunDir, display: Display) -> tuple[RunConf
     # There is nothing to overlap with here.
     settings = config.trainer.model_copy(update={"runs_in": "thread"})
     config = config.model_copy(update={"trainer": settings})
-    policy, _ = policy_directory(config, Components.of(config), display)
+    components = None
+    if config.engine.model == "starter":  # its key in the cache has the environment's arguments
+        # Nothing is played: the run's agent, a file of somebody else's perhaps, may be gone.
+        components = Components.of(config.model_copy(update={"agent": AgentConfig()}))
+    policy, _ = policy_directory(config, components, display)
     require_same_start(run, policy)
     # As training does: the number of threads decides in which order sums are added up.
     torch.set_num_threads(config.trainer.num_threads)

@@ -25,6 +25,7 @@ from areal_gym.runs.waiting import ProgressLine, saying_outages
 from areal_gym.sandbox import shared_calls, shared_reports
 from areal_gym.types import Group, StopReason
 from areal_gym.utils.background_writer import BackgroundWriter
+from areal_gym.utils.command_words import quoted
 from areal_gym.utils.garbage import relax_garbage_collection
 from areal_gym.utils.statistics import rss_mb
 
@@ -172,7 +173,7 @@ class RolloutBatches(BatchStream[Group]):
             f"step {step}: {error.message}",
             hints=[
                 f"the batch is in {file}",
-                f"take the step again: areal-gym replay {directory.path} --refused",
+                f"take the step again: areal-gym replay {quoted(directory.path)} --refused",
                 *error.hints,
             ],
         )

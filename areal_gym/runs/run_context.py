@@ -16,6 +16,7 @@ from areal_gym.runs.preparation import PreparedRun
 from areal_gym.runs.restarts import RESTARTED
 from areal_gym.runs.saving import Saver
 from areal_gym.types import Group
+from areal_gym.utils.command_words import quoted
 
 if TYPE_CHECKING:
     from areal_gym.trainer.base import Trainer
@@ -150,7 +151,9 @@ class RunContext(Generic[_Item]):
                     f"stopped after step {self.step}; what was learned is in {directory.path}"
                 )
                 if directory.is_intact and not isinstance(error, DivergedError):
-                    display.say(f"go on with: areal-gym train --resume --out {directory.path}")
+                    display.say(
+                        f"go on with: areal-gym train --resume --out {quoted(directory.path)}"
+                    )
             raise
         finally:
             self._saver.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from areal_gym.config.objective_settings import SUPERVISED
@@ -12,12 +13,15 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.evaluation import evaluations_of
 from areal_gym.runs.preparation import PreparedRun
 from areal_gym.runs.run_context import RunContext
+from areal_gym.utils.command_words import quoted
 from areal_gym.utils.files import write_atomic
 from areal_gym.utils.markup import counted
 from areal_gym.utils.statistics import cpu_s
 from areal_gym.version import __version__
 
 _Item = TypeVar("_Item")
+_NEARLY_ALL = 0.95
+"""Share of groups of equal rewards from which on there is nothing to learn."""
 _Rows = list[tuple[str, str, str]]
 
 
@@ -100,9 +104,12 @@ def _curve(run: PreparedRun, *, is_supervised: bool) -> bytes:
 
 def _show(run: PreparedRun, summary: dict[str, Any], *, is_supervised: bool) -> None:
     directory, say = run.directory, run.display.say
+    path = quoted(directory.path)
     table = _example_table(directory) if is_supervised else _task_table(summary)
     for left, middle, right in table:
         say(f"  {left:<20}{middle:>8}{right:>8}".rstrip())
+    for line in _unlearned(directory.read_metrics(), summary):
+        say(line)
     num_taken = summary["num_steps"] - summary["first_step"] + 1
     duration = f"training {summary['train_s']:.0f} s for {counted(num_taken, 'step')}"
     if not is_supervised:
@@ -117,10 +124,10 @@ def _show(run: PreparedRun, summary: dict[str, Any], *, is_supervised: bool) -> 
     if best not in (None, summary["checkpoint"]):
         say(f"best:      {directory.checkpoints_dir / 'best'} ({best})")
     if not is_supervised:
-        say(f"look:      areal-gym view {directory.path}")
-    command = f"eval --env {summary['env']} --run {directory.path} -k 4"
+        say(f"look:      areal-gym view {path}")
+    command = f"eval --env {summary['env']} --run {path} -k 4"
     if summary["env"] == ONLINE:
-        command = f"serve --run {directory.path}"
+        command = f"serve --run {path}"
     if not is_reward_model:
         say(f"next:      areal-gym {command}")
 
@@ -136,6 +143,27 @@ def _task_table(summary: dict[str, Any]) -> _Rows:
     if best is not None:
         rows.append(("best demonstrator", f"{best:.3f}", ""))
     return rows
+
+
+def _unlearned(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what to change after a run in which held-out accuracy did not rise."""
+    before, after = summary.get("heldout_before"), summary.get("heldout_after")
+    if summary["objective"] in SUPERVISED or before is None or after is None:
+        return
+    if after > before or before == 1:
+        return
+    yield f"warning: nothing was learned: held-out {before:.3f} before, {after:.3f} after"
+
+    def share(name: str) -> float:
+        return float(sum(row.get(name, 0.0) for row in steps)) / max(1, len(steps))
+
+    if share("reward/solve_none") > _NEARLY_ALL:
+        yield f"  hardly any group earned a reward: easier tasks (areal-gym show {summary['env']}),"
+        yield "  more tries (rollout.group_size=16), a better start (--objective sft, --model DIR)"
+    elif share("reward/solve_all") > _NEARLY_ALL:
+        yield f"  hardly any group failed: harder tasks (areal-gym show {summary['env']})"
+    else:
+        yield "  take more steps (--steps), or another learning rate (trainer.lr)"
 
 
 def _example_table(directory: RunDir) -> _Rows:

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from areal_gym.config import RunConfig, require_plain_sampling
+from areal_gym.config.absolute_paths import with_absolute_paths
 from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.errors import LostRankError
 from areal_gym.run_dir.provenance import require_installed
 from areal_gym.run_dir.run_dir import RunDir, RunMode
 from areal_gym.runs.callbacks import Callback, Callbacks
+from areal_gym.runs.early_checks import require_startable
 from areal_gym.runs.open_run import open_rollouts, open_supervised
 from areal_gym.runs.preparation import PreparedRun, prepare_run, require_steps_left
 from areal_gym.runs.restarts import Restarts
@@ -57,7 +59,9 @@ def train(
     Raises:
         GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
     """
+    config = with_absolute_paths(config)
     require_installed(config)
+    require_startable(config)
     if mode == "resume" and from_step is None:
         require_steps_left(config, RunDir(run_dir))
     if config.objective not in SUPERVISED:

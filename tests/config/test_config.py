@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_gym.config import STARTER_DEFAULTS, RunConfig, field_names, load_config, parse_override
+from areal_gym.config.setting_errors import _ELSEWHERE
 from areal_gym.errors import ConfigError
 
 
@@ -74,7 +75,7 @@ def test_mistyped_key_gets_a_suggestion(key, data):
     at = data.draw(st.integers(min_value=1, max_value=len(key) - 1))
     typo = key[:at] + "q" + key[at:]
     text = explain(f"{typo}=1")
-    assert "unknown key" in text or "is no" in text or "Input should" in text
+    assert "unknown key" in text or "is no" in text or ": it " in text
     assert typo.partition(".")[0] in text
 
 
@@ -82,6 +83,32 @@ def test_mistyped_leaf_gets_a_suggestion():
     text = explain("rollout.max_stalness=2")
     assert "unknown key 'rollout.max_stalness'" in text
     assert "did you mean 'rollout.max_staleness'" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.learning_rate=1", "did you mean 'trainer.lr'?"),
+        ("rollout.num_generations=4", "did you mean 'rollout.group_size'?"),
+        ("env.level=1", "env.kwargs.level=VALUE"),
+        ("engine.max_contxt=1", "did you mean 'engine.max_context'"),
+        ("engine.url=7", "engine.url = 7: it takes a list"),
+        ("trainer.betas=[1]", "trainer.betas.1: it is missing"),
+        ("rollout.group_size=0", "rollout.group_size = 0: it must be at least 1"),
+        ("rollout.group_size=2.5", "it takes a whole number"),
+        ("trainer.dtype=float1", "it is one of 'float32' or 'bfloat16'"),
+        ("deterministic=maybe", "it takes true or false"),
+        ("trainer.kl=5", "it takes a section of settings"),
+    ],
+)
+def test_errors_say_what_a_setting_takes(override, words):
+    assert words in explain(override)
+
+
+def test_words_of_other_frameworks_stand_for_settings_that_exist():
+    known = field_names()
+    sections = {name.rpartition(".")[0] for name in known}
+    assert set(_ELSEWHERE.values()) <= {*known, *sections}
 
 
 def test_errors_name_the_settings_file(tmp_path):

@@ -120,7 +120,7 @@ def test_changing_the_loss_of_recorded_settings_changes_its_clips():
         (["trainer.correction.lower=9"], "must be below upper"),
         (["trainer.correction.second_moment=0"], "greater than 0"),
         (["trainer.reward.clip=0"], "greater than 0"),
-        (["trainer.reward.overlong_tail=2"], "less than or equal to 1"),
+        (["trainer.reward.overlong_tail=2"], "at most 1"),
         (
             [
                 "trainer.algorithm=dapo",

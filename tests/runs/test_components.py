@@ -170,7 +170,7 @@ def test_tokenizer_larger_than_the_model_is_refused(tiny_policy, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["env.id=moody", "env.kwargs.patience=long"], "patience = 'long'.*valid integer"),
+        (["env.id=moody", "env.kwargs.patience=long"], "patience = 'long'.*a whole number"),
         (["env.id=moody", "env.kwargs.patiense=2"], "patiense"),
         (["env.id=moody", "env.kwargs.mood=awful"], "no such mood"),
         (["env.id=moody", "agent.kwargs.colour=red"], "colour"),
@@ -185,7 +185,7 @@ def test_invalid_arguments_name_their_setting(plugin, overrides, message):
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        (["engine.id=sglang", "engine.kwargs.grace_s=soon"], "grace_s = 'soon'.*valid number"),
+        (["engine.id=sglang", "engine.kwargs.grace_s=soon"], "grace_s = 'soon'.*takes a number"),
         (["engine.id=sglang", "engine.kwargs.num_servers=[1]"], "num_servers"),
         (["engine.id=sglang", "engine.kwargs.grace=1"], "grace"),
         (["engine.id=embedded", "engine.kwargs.grace_s=1"], "takes no engine.kwargs: grace_s"),

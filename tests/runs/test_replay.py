@@ -8,6 +8,7 @@ import shutil
 import pytest
 import yaml
 
+from areal_gym.cli import main
 from areal_gym.config import load_config
 from areal_gym.errors import ConfigError, DataError, NothingToDoError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
@@ -114,3 +115,33 @@ def test_replay_names_missing_trajectories(recorded, tmp_path):
     with pytest.raises(DataError, match="trajectories of step 3") as caught:
         replay(recorded_config(recorded), tmp_path / "lost")
     assert "what comes before: --steps 2" in caught.value.hints
+
+
+def exit_code(*argv):
+    with pytest.raises(SystemExit) as ended:
+        main(list(argv))
+    return ended.value.code
+
+
+def edit_settings(run_dir, section, **values):
+    settings = yaml.safe_load((run_dir / "config.yaml").read_text())
+    settings[section] |= values
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
+
+
+def test_replay_needs_neither_the_agent_nor_the_environment(recorded):
+    edit_settings(recorded, "agent", id="someone_elses")
+    edit_settings(recorded, "env", id="gone")
+    assert exit_code("replay", str(recorded), "--trust") == 0
+
+
+def test_plugin_that_a_run_had_is_named(recorded, capsys):
+    edit_settings(recorded, "agent", id="someone_elses")
+    file = recorded / "plugins.json"
+    facts = json.loads(file.read_text())
+    entry = {"id": "someone_elses", "plugin": "elses", "distribution": "elses-gym"}
+    facts["used"].append(entry | {"version": "1.2"})
+    file.write_text(json.dumps(facts))
+    assert exit_code("eval", "--run", str(recorded), "--trust") == 2
+    told = capsys.readouterr().err
+    assert "this run had it from plugin elses: pip install 'elses-gym==1.2'" in told

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class EmbeddedEngine:
         device: "auto" takes the accelerator if there is one.
         num_threads: CPU threads of the engine's thread.
     """
+
+    takes_urls: ClassVar[bool] = False
 
     def __init__(
         self,
