@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from areal_gym.cli.options import (
 from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.cli.setting_flags import setting_flags
 from areal_gym.errors import UsageError, choices
+from areal_gym.utils.command_words import quoted
 from areal_gym.utils.markup import counted
 
 
@@ -133,7 +133,7 @@ def eval_command(
     if plan.finished:
         talk(f"{counted(len(plan.finished), 'evaluation')} had ended before")
     codes = [] if threshold is None else [_compare(row, *threshold) for row in results]
-    talk(f"view the episodes: areal-gym view {shlex.quote(str(plan.shown))}")
+    talk(f"view the episodes: areal-gym view {quoted(plan.shown)}")
     return max(codes, default=0)
 
 

@@ -178,7 +178,7 @@ def _start_of(config: RunConfig, run: RunDir, display: Display) -> tuple[RunConf
     config = config.model_copy(update={"trainer": settings})
     components = None
     if config.engine.model == "starter":  # its key in the cache has the environment's arguments
-        # Nothing is played: the run's agent, a file of somebody else's perhaps, may be gone.
+        # No episode is played, so the run's agent need not be installed.
         components = Components.of(config.model_copy(update={"agent": AgentConfig()}))
     policy, _ = policy_directory(config, components, display)
     require_same_start(run, policy)
