@@ -99,7 +99,8 @@ class ThreadedCalls:
     def __init__(self, function: Callable[..., Any], timeout_s: float) -> None:
         self._function = function
         self._timeout_s = timeout_s
-        self._was_fast = True
+        self.was_fast = True
+        """Whether the latest call returned within the time for which the event loop may wait."""
         self._reset()
 
     def _reset(self) -> None:
@@ -118,9 +119,9 @@ class ThreadedCalls:
             worker = await self._new_worker()
         worker.function, worker.arguments = self._function, arguments
         worker.start.release()
-        if not (self._was_fast and worker.done.acquire(timeout=_GRACE_S)):
+        if not (self.was_fast and worker.done.acquire(timeout=_GRACE_S)):
             await self._finish(worker)
-        self._was_fast = worker.seconds < _GRACE_S
+        self.was_fast = worker.seconds < _GRACE_S
         value, error = worker.value, worker.error
         worker.value = worker.error = worker.wake = None
         self._idle.append(worker)

@@ -74,6 +74,11 @@ class RewardFunction:
         return (*self._required, *getattr(self.function, "required_columns", ()))
 
     @property
+    def is_quick(self) -> bool:
+        """Whether it is called before the others and not beside them: it returns at once."""
+        return not self._is_coroutine and (self._never_blocks or self._call_in_thread.was_fast)
+
+    @property
     def file(self) -> Path | None:
         """The file with its code; None for built-in code and what a notebook defines."""
         try:

@@ -12,7 +12,7 @@ from typing import Any
 from areal_gym.errors import ConfigError, EnvError, UnknownIdError, choices
 from areal_gym.plugins import RewardSpec, registry
 from areal_gym.rewards.base import RewardInput, Score
-from areal_gym.rewards.reward_function import Result, RewardFunction
+from areal_gym.rewards.reward_function import RewardFunction
 from areal_gym.utils.code_references import is_code_reference, load_reference
 from areal_gym.utils.markup import short
 
@@ -81,17 +81,21 @@ class RewardSet:
             RewardError: a reward is not a finite number.
             EnvError: a reward raised, took too long, or none of them applies to the row.
         """
-        if len(self.rewards) == 1:
-            results: Sequence[Result | BaseException] = [await self.rewards[0].score(sample)]
-        else:
-            results = await asyncio.gather(
-                *(reward.score(sample) for reward in self.rewards), return_exceptions=True
-            )
+        results = {r: await r.score(sample) for r in self.rewards if r.is_quick}
+        slow = [reward for reward in self.rewards if reward not in results]
+        if len(slow) == 1:
+            results[slow[0]] = await slow[0].score(sample)
+        elif slow:
+            scores = [reward.score(sample) for reward in slow]
+            for reward, result in zip(
+                slow, await asyncio.gather(*scores, return_exceptions=True), strict=True
+            ):
+                if isinstance(result, BaseException):
+                    raise result
+                results[reward] = result
         total, parts, metrics, is_scored = 0.0, {}, {}, False
-        for reward, result in zip(self.rewards, results, strict=True):
-            if isinstance(result, BaseException):
-                raise result
-            value, own_parts, own_metrics = result
+        for reward in self.rewards:
+            value, own_parts, own_metrics = results[reward]
             if value is None:
                 continue
             is_scored = True

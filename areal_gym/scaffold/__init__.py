@@ -58,6 +58,10 @@ KINDS: Mapping[str, Kind] = {
         *("advantages", "reward - group median"),
         *("train --env tir trainer.advantage=$name", "areal-gym[train]"),
     ),
+    "reward": Kind(
+        *("rewards", "the answer at the end, and a bonus for a single line"),
+        "train --data prompts.jsonl --reward $name",
+    ),
     "sandbox": Kind(
         *("sandboxes", "Python processes with some names defined from the start"),
         "train --env tir env.kwargs.sandbox=$name",
@@ -104,7 +108,7 @@ def plan(kind: str, name: str, parent: Path) -> Package:
             ],
         )
     known = KINDS[kind]
-    is_function = kind in ("loss", "advantage")
+    is_function = kind in ("loss", "advantage", "reward")
     snake, camel = name.replace("-", "_"), "".join(map(str.capitalize, name.split("-")))
     names = {
         "name": name,
