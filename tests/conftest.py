@@ -25,7 +25,7 @@ settings.load_profile("fixed")
 
 # What runs in one of them, one test after the other: what shares servers that are dear to start, a
 # container engine, or the one Ray of a machine. Otherwise each file for itself.
-TOGETHER = {"sglang": "servers", "distributed": "servers", "sandbox": "sandbox"}
+TOGETHER = {"sglang": "servers", "vllm": "servers", "distributed": "servers", "sandbox": "sandbox"}
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if WORKER:

@@ -8,6 +8,7 @@ from areal_gym.config.loading import field_names, load_config, parse_override
 from areal_gym.config.parallel_settings import Layout, ParallelConfig
 from areal_gym.config.run_config import RunConfig, require_plain_sampling
 from areal_gym.config.sections import (
+    SERVED_ENGINES,
     AgentConfig,
     ClusterConfig,
     EngineConfig,
@@ -21,6 +22,7 @@ from areal_gym.config.sections import (
 )
 
 __all__ = [
+    "SERVED_ENGINES",
     "STARTER_DEFAULTS",
     "AgentConfig",
     "ClusterConfig",

@@ -18,6 +18,7 @@ from areal_gym.config.objective_settings import (
 )
 from areal_gym.config.online_settings import check_online, split_address
 from areal_gym.config.sections import (
+    SERVED_ENGINES,
     AgentConfig,
     ClusterConfig,
     EngineConfig,
@@ -84,6 +85,7 @@ class RunConfig(Settings):
         self._check_schedule()
         self._check_deterministic()
         self._check_cluster()
+        self._check_weight_sync()
         self._check_colocation()
         if rollout.max_new_tokens >= self.engine.max_context:
             raise ValueError(
@@ -202,7 +204,8 @@ class RunConfig(Settings):
         if self.engine.id == "embedded" or self.objective in SUPERVISED:
             raise ValueError(
                 "trainer.colocate = true: servers and trainer take turns on the same GPUs, and "
-                "this run has no servers; leave trainer.colocate at false, or use engine.id=sglang"
+                "this run has no servers; leave trainer.colocate at false, or use engine.id=sglang "
+                "or engine.id=vllm"
             )
         if self.trainer.weight_sync.id == "distributed":
             raise ValueError(
@@ -210,9 +213,17 @@ class RunConfig(Settings):
                 "two processes on one GPU; use trainer.weight_sync=disk or tensor (or lora)"
             )
 
+    def _check_weight_sync(self) -> None:
+        if self.engine.id == "vllm" and self.trainer.weight_sync.id == "tensor":
+            raise ValueError(
+                "trainer.weight_sync = 'tensor' sends tensors to SGLang's servers; those of vLLM "
+                "take trainer.weight_sync=disk, distributed, delta or lora"
+            )
+
     def _check_cluster(self) -> None:
         cluster = self.cluster
-        has_own_server = self.engine.id == "sglang" and not (self.engine.url or cluster.servers)
+        is_served = self.engine.id in SERVED_ENGINES
+        has_own_server = is_served and not (self.engine.url or cluster.servers)
         if cluster.address is None:
             for name in ("rollout_workers", "servers"):
                 if number := getattr(cluster, name):
@@ -232,14 +243,14 @@ class RunConfig(Settings):
             )
         elif cluster.rollout_workers and cluster.address != "local" and has_own_server:
             raise ValueError(
-                "engine.id = 'sglang' without engine.url starts a server that only this machine "
-                f"reaches, and cluster.address = {cluster.address!r} has others: "
+                f"engine.id = {self.engine.id!r} without engine.url starts a server that only this "
+                f"machine reaches, and cluster.address = {cluster.address!r} has others: "
                 "cluster.servers=1 lets Ray place it"
             )
-        if cluster.servers and (self.engine.id != "sglang" or self.engine.url):
+        if cluster.servers and (not is_served or self.engine.url):
             raise ValueError(
-                f"cluster.servers = {cluster.servers} starts SGLang servers: use engine.id=sglang, "
-                "and no engine.url"
+                f"cluster.servers = {cluster.servers} starts servers: use engine.id=sglang or "
+                "engine.id=vllm, and no engine.url"
             )
 
 

@@ -59,6 +59,10 @@ class WeightSyncConfig(PluginConfig):
     this process and "disk" for servers."""
 
 
+SERVED_ENGINES = ("sglang", "vllm")
+"""The engines over servers, which areal-gym starts if no URL is given."""
+
+
 class EngineConfig(Settings):
     """The engine that samples from the policy."""
 
@@ -67,7 +71,7 @@ class EngineConfig(Settings):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine's class (see `areal-gym show ENGINE`)."""
     url: Urls = ()
-    """URL of a server, for engine "sglang"; without any, areal-gym starts one itself."""
+    """URL of a server, for the engines "sglang" and "vllm"; without any, areal-gym starts one."""
     model: str = "starter"
     """The policy: a checkpoint directory, OWNER/NAME on the Hugging Face hub, or "starter", a small
     policy that is built once. `areal-gym eval` also accepts the URL of a server with OpenAI's
@@ -350,6 +354,6 @@ class ClusterConfig(Settings):
     rollout_workers: int = Field(0, ge=0)
     """Processes that play episodes; 0 plays them in the main process."""
     servers: int = Field(0, ge=0)
-    """SGLang servers that Ray places and areal-gym starts; 0 leaves servers to `engine`."""
+    """Servers that Ray places and areal-gym starts; 0 leaves servers to `engine`."""
     gpus_per_server: int = Field(1, ge=0)
     """GPUs per server."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from areal_gym.config import RunConfig
+from areal_gym.config import SERVED_ENGINES, RunConfig
 from areal_gym.errors import ConfigError
 from areal_gym.utils.command_words import command_words
 
 CACHE_SHARE = 0.85
-"""Share of a GPU's memory that a server takes for weights and cache (`--mem-fraction-static`)."""
+"""Share of a GPU's memory that a server takes for weights and cache."""
+_SHARE_FLAGS = ("--mem-fraction-static", "--gpu-memory-utilization")
 
 _SIZE_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 
@@ -52,11 +53,11 @@ def servers_of(config: RunConfig) -> tuple[int, int, float]:
     arguments = command_words(config.engine.kwargs.get("server_args"))
     pairs = [word.split("=", 1) if "=" in word else [word] for word in arguments]
     given = dict(pairwise([part for words in pairs for part in words]))
-    share = float(given.get("--mem-fraction-static", CACHE_SHARE))
+    share = float(next((given[flag] for flag in _SHARE_FLAGS if flag in given), CACHE_SHARE))
     if config.cluster.servers:
         return config.cluster.servers, max(1, config.cluster.gpus_per_server), share
     size = int(next((given[flag] for flag in _SIZE_FLAGS if flag in given), 1))
-    started = config.engine.kwargs.get("num_servers", int(config.engine.id == "sglang"))
+    started = config.engine.kwargs.get("num_servers", int(config.engine.id in SERVED_ENGINES))
     return len(config.engine.url) or int(started), size, share
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_gym.config import SERVED_ENGINES
 from areal_gym.errors import SandboxError
 from areal_gym.version import __version__
 
@@ -87,12 +88,15 @@ def _packages(extra: str, *, is_required: bool) -> Iterator[Finding]:
 
 def _engine() -> Finding:
     has_torch = importlib.util.find_spec("torch") is not None
-    has_sglang = importlib.util.find_spec("sglang") is not None
+    servers = (
+        f"{name}: "
+        + ("ok" if importlib.util.find_spec(name) else "not in this environment (a URL will do)")
+        for name in SERVED_ENGINES
+    )
     return Finding(
         "engines",
         has_torch,
-        f"embedded: {'ok' if has_torch else 'needs torch'}; "
-        f"sglang: {'ok' if has_sglang else 'not in this environment (a URL will do)'}",
+        f"embedded: {'ok' if has_torch else 'needs torch'}; " + "; ".join(servers),
         "" if has_torch else f"pip install '{_DISTRIBUTION}[train]'",
     )
 

@@ -54,7 +54,7 @@ class SharedGpus:
             raise ConfigError(
                 f"trainer.colocate = true needs an engine with servers that release their memory, "
                 f"and {type(engine).__name__} has none",
-                hints=["engine.id=sglang has", "or: trainer.colocate=false"],
+                hints=["engine.id=sglang and engine.id=vllm have", "or: trainer.colocate=false"],
             )
         engine.require_sleep()
         self._engine = engine

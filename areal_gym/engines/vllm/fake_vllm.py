@@ -37,6 +37,7 @@ from areal_gym.engines.vllm.fake_bodies import (
     VersionBody,
 )
 from areal_gym.engines.vllm.fake_transfer import FakeTransfer, RefusedWeightsError
+from areal_gym.utils.files import read_json
 from areal_gym.utils.http_servers.aiohttp_site import Handler, RequestBodyError
 
 _PREFIX = "generate-tokens-"
@@ -51,6 +52,7 @@ class FakeVLLMServer(FakeServer):
         lacks: what the server was not started with: "dev mode", "scale out", "extension", "lora".
         logprobs_mode: reported; log-probabilities are those of the temperature all the same.
         emulate: the reported version.
+        max_lora_rank: adapters of a higher rank are refused.
         chunk_tokens: tokens sampled per engine call; abort and pause act between calls.
         host: the address to listen on.
         port: 0 takes a free one.
@@ -64,6 +66,7 @@ class FakeVLLMServer(FakeServer):
         lacks: Sequence[Literal["dev mode", "scale out", "extension", "lora"]] = (),
         logprobs_mode: str = "processed_logprobs",
         emulate: str = "0.32.0",
+        max_lora_rank: int = 16,
         chunk_tokens: int = 4,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -71,6 +74,7 @@ class FakeVLLMServer(FakeServer):
         self._lacks = frozenset(lacks)
         self._logprobs_mode = logprobs_mode
         self._emulate = emulate
+        self._max_lora_rank = max_lora_rank
         self._is_asleep = False
         super().__init__(
             engine, model_path=model_path, chunk_tokens=chunk_tokens, host=host, port=port
@@ -331,7 +335,13 @@ class FakeVLLMServer(FakeServer):
             message = f"The lora adapter '{body.lora_name}' has already been loaded."
             raise RequestBodyError(message)
         try:
+            rank = read_json(Path(body.lora_path, "adapter_config.json"))["r"]
+            if rank > self._max_lora_rank:
+                limit = f"max_lora_rank {self._max_lora_rank}"
+                raise RequestBodyError(f"LoRA rank {rank} is greater than {limit}.")
             await self.load_adapter(body.lora_name, Path(body.lora_path))
+        except RequestBodyError:
+            raise
         except Exception as error:  # untrusted files
             raise RequestBodyError(f"{body.lora_path}: {error!r}", status=404) from None
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -354,6 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--max-lora-rank", type=int, default=16)
     parser.add_argument("--max-model-len", type=int, default=4096)
     options, _ = parser.parse_known_args(arguments)
     asyncio.run(
@@ -363,6 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "a fake vLLM",
             num_slots=options.max_num_seqs,
             max_context=options.max_model_len,
+            max_lora_rank=options.max_lora_rank,
             host=options.host,
             port=options.port,
         )

@@ -3,7 +3,7 @@
     rank 0 of the trainer  --flat bucket--> workers of server 1, workers of server 2, ...
     the other ranks gather with it; the process that drives the run opens and closes the update
 
-The requests are SGLang's.
+The requests are those of the servers' kind (`broadcast_wires`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from areal_gym.errors import EngineError, InfrastructureError
 from areal_gym.models.process_groups import join_group
+from areal_gym.trainer.weight_sync.broadcast_wires import BroadcastWire, wire_of
 from areal_gym.trainer.weight_sync.flat_buckets import FlatBucket, flat_buckets
 from areal_gym.trainer.weight_sync.rank_posts import (
     Body,
     on_each,
     own_address,
     request,
-    server_info,
 )
 from areal_gym.trainer.weight_sync.rank_tasks import OneAhead, RankSide
 from areal_gym.utils.http_servers.addresses import is_loopback, listen
@@ -63,6 +63,8 @@ class Broadcast:
     """
 
     urls: tuple[str, ...]
+    protocol: str
+    """Of the servers, which are of one kind."""
     version: int
     options: BroadcastOptions
 
@@ -90,7 +92,8 @@ class Broadcast:
             group.leave()
             group = None
         if group is None:
-            group = kept[_KEPT] = _Group.form(self.urls, self.options, bucket.flat.device)
+            wire = wire_of(self.protocol)
+            group = kept[_KEPT] = _Group.form(self.urls, wire, self.options, bucket.flat.device)
         group.send(bucket, self.version)
 
 
@@ -106,13 +109,16 @@ class _Group:
     """The process group of rank 0 and all workers of the servers."""
 
     urls: tuple[str, ...]
+    wire: BroadcastWire
     name: str
     group: Any
     device: torch.device
     timeout_s: float
 
     @staticmethod
-    def form(urls: tuple[str, ...], options: BroadcastOptions, device: torch.device) -> _Group:
+    def form(
+        urls: tuple[str, ...], wire: BroadcastWire, options: BroadcastOptions, device: torch.device
+    ) -> _Group:
         """Make the group, together with the servers.
 
         Raises:
@@ -121,7 +127,7 @@ class _Group:
         backend = options.backend or dist.get_default_backend_for_device(device)
         host = options.host or _own_address(urls)
         timeout_s = options.timeout_s
-        sizes, failures = on_each(urls, _num_workers)
+        sizes, failures = on_each(urls, wire.num_workers)
         for failure in failures.values():
             raise failure
         *offsets, world_size = itertools.accumulate((sizes[url] for url in urls), initial=1)
@@ -138,16 +144,10 @@ class _Group:
             )
 
         def invite(url: str, offset: int) -> Any:
-            body = {
-                "master_address": host,
-                "master_port": port,
-                "rank_offset": offset,
-                "world_size": world_size,
-                "group_name": name,
-                "backend": backend,
-            }
-            route = "/init_weights_update_group"
-            request("POST", url, route, Body.of_json(body), timeout_s=timeout_s)
+            place = {"master_address": host, "master_port": port}
+            ranks = {"rank_offset": offset, "world_size": world_size}
+            body = wire.invitation({**place, **ranks}, name, backend, timeout_s)
+            request("POST", url, wire.join_route, Body.of_json(body), timeout_s=timeout_s)
 
         members: dict[str, Callable[[], Any]] = {f"rank 0 (trainer, {socket.gethostname()})": join}
         for url, offset in zip(urls, offsets, strict=True):
@@ -157,19 +157,14 @@ class _Group:
         where = f"{backend} group of {world_size} ranks at {host}:{port}"
         group = _together(members, where, timeout_s)[0]
         on = torch.device("cpu") if backend == "gloo" else device
-        return _Group(urls, name, group, on, timeout_s)
+        return _Group(urls, wire, name, group, on, timeout_s)
 
     def send(self, bucket: FlatBucket, version: int) -> None:
         """Broadcast one bucket; return when every server has loaded it."""
-        body: dict[str, Any] = bucket.facts() | {"group_name": self.name}
-        body["flush_cache"] = bucket.is_last
-        if bucket.is_last:
-            body["weight_version"] = str(version)
-        content = Body.of_json(body)
+        content = Body.of_json(self.wire.announcement(bucket, self.name, version))
 
         def receive(url: str) -> None:
-            route = "/update_weights_from_distributed"
-            request("POST", url, route, content, timeout_s=self.timeout_s)
+            request("POST", url, self.wire.update_route, content, timeout_s=self.timeout_s)
 
         def broadcast() -> None:
             try:
@@ -192,8 +187,7 @@ class _Group:
         """Leave the group, also on the servers."""
         group, self.group = self.group, None
         dist.destroy_process_group(group)
-        content = Body.of_json({"group_name": self.name})
-        route = "/destroy_weights_update_group"
+        content, route = Body.of_json({"group_name": self.name}), self.wire.leave_route
         # A server that has died has left, too.
         on_each(self.urls, lambda url: request("POST", url, route, content, timeout_s=_QUICK_S))
 
@@ -202,23 +196,6 @@ def _own_address(urls: tuple[str, ...]) -> str:
     """Return the address by which servers reach this machine; other machines need another one."""
     hosts = [own_address(url) for url in urls]
     return next((host for host in hosts if not is_loopback(host)), hosts[0])
-
-
-def _num_workers(url: str) -> int:
-    """Return how many processes of a server take part.
-
-    Raises:
-        EngineError: the server's layers are spread over processes, which SGLang gives no weights.
-    """
-    info = server_info(url)
-    num_tensor, num_stages = (int(info.get(key) or 1) for key in ("tp_size", "pp_size"))
-    if num_stages > 1:
-        raise EngineError(
-            f"{url} runs {num_stages} pipeline stages, whose workers a broadcast does not "
-            "reach one by one",
-            hints=["trainer.weight_sync=disk"],
-        )
-    return num_tensor
 
 
 def _together(members: dict[str, Callable[[], Any]], where: str, timeout_s: float) -> list[Any]:

@@ -96,7 +96,7 @@ class DistributedWeightSync:
     ) -> None:
         async with update_session(servers, version) as alive:
             urls = tuple(server.url for server in alive)
-            task = Broadcast(urls, version, self._options)
+            task = Broadcast(urls, alive[0].protocol, version, self._options)
             await asyncio.to_thread(run_task, weights, task, self._kept)
 
     async def aclose(self) -> None:
