@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
+from conftest import NEEDS_REAL, running_server
 
 from areal_gym.config import LoraConfig, PluginConfig
 from areal_gym.engines.base import SamplingParams
@@ -221,3 +222,21 @@ def test_servers_sleep_and_go_on(server, policies, decoders):
     assert is_ascending(turn.versions)
     assert len(turn.token_ids) == 150
     assert logprob_gap(decoders[1], after) < TOLERANCE
+
+
+@NEEDS_REAL
+@pytest.mark.slow
+def test_each_of_two_workers_takes_its_part(policies, decoders, tmp_path):
+    async def play(url):
+        async with engine_over(policies[1], url) as engine:
+            assert engine.servers[0].client.num_ranks == 2
+            loaded = await ask(engine)
+            sync = sync_of(engine, "distributed", None, bucket_mb=0.1)
+            await sync.publish(list(decoders[0].state_dict().items()), 2)
+            sent = await ask(engine)
+            await sync.aclose()
+            return logprob_gap(decoders[1], loaded), logprob_gap(decoders[0], sent)
+
+    flags = ("--tensor-parallel-size", "2")
+    with running_server("real", policies[0], tmp_path / "log", *flags) as url:
+        assert max(asyncio.run(play(url))) < TOLERANCE
