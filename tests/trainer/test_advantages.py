@@ -22,6 +22,7 @@ from areal_gym.trainer.algorithms.advantages import (
     rloo,
 )
 from areal_gym.trainer.algorithms.token_advantages import (
+    _discounted_sums,
     gae,
     per_turn,
     reinforce_pp,
@@ -69,6 +70,17 @@ def test_returns_to_go_by_hand():
     assert returns_to_go([]) == []
     assert returns_to_go([0.0, 1.0, 2.0]) == [3.0, 3.0, 2.0]
     assert returns_to_go([1.0, 0.0, 4.0], discount=0.5) == [2.0, 2.0, 4.0]
+
+
+@given(
+    runs=st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=9), max_size=6),
+    discount=st.floats(0, 1),
+)
+def test_sums_of_all_runs_at_once_are_those_of_a_loop_bit_for_bit(runs, discount):
+    values = torch.tensor([value for run in runs for value in run], dtype=torch.float64)
+    counts = torch.tensor([len(run) for run in runs], dtype=torch.long)
+    expected = [value for run in runs for value in returns_to_go(run, discount)]
+    assert _discounted_sums(values, counts, discount).tolist() == expected
 
 
 @given(rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=9), discount=st.floats(0, 1))

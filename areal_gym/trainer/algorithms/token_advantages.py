@@ -7,8 +7,10 @@ an estimator does not use are there because all estimators take them.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +24,6 @@ from areal_gym.trainer.algorithms.advantages import (
     normalise,
     reinforce,
     require_finite,
-    returns_to_go,
     rloo,
 )
 
@@ -56,25 +57,24 @@ def gae(
     """
     require_finite("gae", rewards_T=rewards_T, values_T=values_T, final_values_G=final_values_G)
     rewards_T, values_T = (x.to("cpu", torch.float64) for x in (rewards_T, values_T))
+    step_ids_T: Tensor | slice
     if unit == "turn":
         step_ids_T, first_S = _turns(trajectory_ids_T, turn_ids_T)
+        rewards_S = _sum_by(rewards_T, step_ids_T, len(first_S))
+        values_S, trajectory_S = values_T[first_S], trajectory_ids_T[first_S]
     else:
-        step_ids_T = first_S = torch.arange(len(rewards_T))
-    rewards_S = _sum_by(rewards_T, step_ids_T, len(first_S))
-    values_S, trajectory_S = values_T[first_S], trajectory_ids_T[first_S]
-    last = [0.0] * len(rewards_G) if final_values_G is None else final_values_G.tolist()
-    advantages: list[float] = []
-    next_trajectory, next_value, advantage = -1, 0.0, 0.0
-    for reward, value, trajectory in zip(
-        *(steps_S.flip(0).tolist() for steps_S in (rewards_S, values_S, trajectory_S)), strict=True
-    ):
-        if trajectory != next_trajectory:
-            next_value, advantage = last[trajectory], 0.0
-        delta = reward + discount * next_value - value
-        advantage = delta + discount * lam * advantage
-        advantages.append(advantage)
-        next_trajectory, next_value = trajectory, value
-    advantages_S = torch.tensor(advantages[::-1], dtype=torch.float64)
+        step_ids_T = slice(None)
+        rewards_S, values_S, trajectory_S = rewards_T, values_T, trajectory_ids_T
+    _, counts = torch.unique_consecutive(trajectory_S, return_counts=True)
+    next_values_S = values_S.roll(-1)
+    last_of = counts.cumsum(0) - 1
+    next_values_S[last_of] = (
+        0.0
+        if final_values_G is None
+        else final_values_G.to("cpu", torch.float64)[trajectory_S[last_of]]
+    )
+    deltas_S = rewards_S + discount * next_values_S - values_S
+    advantages_S = _discounted_sums(deltas_S, counts, discount * lam)
     advantages_T = advantages_S[step_ids_T]
     return Advantages(
         normalise(advantages_T) if is_normalised else advantages_T,
@@ -211,9 +211,35 @@ def _among_trajectories(
 
 def _returns_to_go(rewards_K: Tensor, trajectory_K: Tensor, discount: float) -> Tensor:
     _, counts = torch.unique_consecutive(trajectory_K, return_counts=True)
-    parts = torch.split(rewards_K, counts.tolist())
-    returns = [value for part in parts for value in returns_to_go(part.tolist(), discount)]
-    return torch.tensor(returns, dtype=torch.float64)
+    return _discounted_sums(rewards_K, counts, discount)
+
+
+def _discounted_sums(values_K: Tensor, counts: Tensor, discount: float) -> Tensor:
+    """Compute S_k = x_k + discount S_(k+1) within runs of so many values, from each run's end.
+
+    All runs take a step at once. The additions are those of a loop over values, in its order: a
+    closed form by powers of the discount, or cumulative sums, would round otherwise.
+    """
+    lengths = counts.numpy()
+    if not len(lengths):
+        return values_K.clone()
+    num_runs, ends = len(lengths), lengths.cumsum()
+    # The longest run first: those that still go on after some steps are then the first ones.
+    rank = np.empty(num_runs, dtype=np.int64)
+    rank[np.argsort(-lengths, kind="stable")] = np.arange(num_runs)
+    steps = np.arange(lengths.max())
+    num_going = num_runs - np.searchsorted(np.sort(lengths), steps, side="right")
+    starts = np.concatenate([[0], num_going.cumsum()])
+    step_K = np.repeat(ends, lengths) - 1 - np.arange(len(values_K))
+    place_K = starts[step_K] + np.repeat(rank, lengths)
+    sums = np.empty(len(values_K))
+    sums[place_K] = values_K.numpy()
+    later = sums[: starts[1]]
+    for start, end in pairwise(starts[1:].tolist()):
+        now = sums[start:end]
+        now += discount * later[: end - start]
+        later = now
+    return torch.from_numpy(sums[place_K])
 
 
 def _turns(trajectory_ids_T: Tensor, turn_ids_T: Tensor) -> tuple[Tensor, Tensor]:
