@@ -61,8 +61,17 @@ def unpack_trajectory(row: Mapping[str, Any], task: Task) -> Trajectory:
 
 
 def dump_row(row: Mapping[str, Any]) -> str:
-    """Return an object as one line of JSON."""
-    return _ENCODER.encode(row)
+    """Return an object as one line of JSON.
+
+    The items of its lists are encoded one by one, because the encoder holds Python's lock all the
+    time: with a group of long trajectories in one call, the event loop of a run stood still.
+    """
+    encode = _ENCODER.encode
+    texts = []
+    for key, value in row.items():
+        text = f"[{','.join(map(encode, value))}]" if type(value) is list else encode(value)
+        texts.append(f"{encode(key)}:{text}")
+    return f"{{{','.join(texts)}}}"
 
 
 def _pack(trajectory: Trajectory, task: Task) -> dict[str, Any]:
