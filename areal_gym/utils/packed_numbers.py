@@ -14,6 +14,7 @@ import sys
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pickle import PickleBuffer
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast, overload
 
 _N = TypeVar("_N", int, float, bool)
@@ -139,8 +140,10 @@ class PackedNumbers(Sequence[_N], Generic[_N]):
     def __repr__(self) -> str:
         return repr(tuple(self.tolist()))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).from_bytes, (bytes(self.raw),)
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # From 5 on, the bytes may travel beside the pickle; otherwise they are copied into it.
+        raw = PickleBuffer(self.raw) if protocol >= 5 else bytes(self.raw)
+        return type(self).from_bytes, (raw,)
 
     def __deepcopy__(self, memo: object) -> Self:
         return self

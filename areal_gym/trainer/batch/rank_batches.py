@@ -45,7 +45,7 @@ class OtherRanksTokens(Ints):
     def __repr__(self) -> str:
         return f"<{self._num_tokens:,} tokens of another rank>"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return OtherRanksTokens, (self._num_tokens,)
 
 

@@ -32,6 +32,7 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import LostRankError, TrainError
 from areal_gym.models.backend import AUTO, ModelLoader
 from areal_gym.trainer.out_of_memory import DEATH_HINTS
+from areal_gym.trainer.parallel.messages import Message
 from areal_gym.trainer.parallel.remote_trainer import (
     RemoteTrainer,
     Serving,
@@ -100,16 +101,16 @@ class ProcessTrainer(RemoteTrainer):
         return sum(rss_mb(worker.process.pid) or 0.0 for worker in self._workers)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        message = pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
+        message = Message.of((method, arguments))
         return self._send([message] * len(self._workers))
 
     def _ask_each(self, method: str, arguments: Sequence[Any]) -> None:
-        self._send(pickle.dumps((method, (each,)), pickle.HIGHEST_PROTOCOL) for each in arguments)
+        self._send(Message.of((method, (each,))) for each in arguments)
 
-    def _send(self, messages: Iterable[bytes]) -> Any:
+    def _send(self, messages: Iterable[Message]) -> Any:
         try:
             for worker, message in zip(self._workers, messages, strict=True):
-                worker.pipe.send_bytes(message)
+                message.send(worker.pipe)
             return self._answer()
         except (EOFError, OSError) as error:
             raise self._death() from error
@@ -126,7 +127,7 @@ class ProcessTrainer(RemoteTrainer):
                 break
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                is_error, answer = pickle.loads(pipe.recv_bytes())
+                is_error, answer = Message.receive(pipe).value()
                 answers[waiting.pop(pipe)] = answer
                 if is_error:
                     error = error or answer
@@ -218,10 +219,10 @@ def main() -> None:
     answer: Any
     with contextlib.suppress(EOFError, OSError):  # the other end of the pipe is gone
         while True:
-            message = pipe.recv_bytes()
+            message = Message.receive(pipe)
             is_error, answer = False, None
             try:
-                method, arguments = pickle.loads(message)
+                method, arguments = message.value()
                 if serving is None:
                     (recipe,) = arguments
                     serving = Serving(recipe, rank, tell)
@@ -229,7 +230,7 @@ def main() -> None:
                     answer = serving.call(method, *arguments)
             except Exception as error:
                 is_error, answer = True, readable(error)
-            pipe.send_bytes(pickle.dumps((is_error, answer), pickle.HIGHEST_PROTOCOL))
+            Message.of((is_error, answer)).send(pipe)
     if torch.distributed.is_initialized():
         os._exit(0)  # the others may have died: no farewell that could wait for them
 
