@@ -43,7 +43,7 @@ def data_command() -> None:
 
 
 @data_command.command("pull")
-@click.argument("source", metavar="tau2", shell_complete=complete.one_of(*SOURCES))
+@click.argument("source", metavar="tau2|BENCHMARK", shell_complete=complete.ids("benchmarks"))
 @click.option("--to", type=PATH, help="The target directory [the user's cache].")
 @click.option("--base-url", help="The server [where the benchmark is published].")
 @click.option("--force", is_flag=True, help="Download all files again.")
@@ -56,16 +56,9 @@ def pull_command(
 
     Prints the directory. Environments find the default directory by themselves.
     """
-    if source not in SOURCES:
-        raise UsageError(f"no data {source!r} to download", hints=choices(source, SOURCES))
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-    from areal_gym.envs.tau2.benchmark_data import manifest
-    from areal_gym.envs.tau2.pull import BASE_URL, pull
-
-    facts = manifest()
-    talk(f"{facts['repository']} at {facts['commit'][:12]} ({facts['licence']})")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     is_shown = sys.stderr.isatty() and not options.is_plain
     with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
@@ -75,11 +68,34 @@ def pull_command(
             name = path.rpartition("/")[2]
             bar.update(task, description=name, completed=here, total=total)
 
-        url = base_url or BASE_URL
-        folder = pull(to, base_url=url, force=force, on_progress=on_progress)
-    print_data(str(folder))
+        more: dict[str, Any] = {"force": force, "on_progress": on_progress}
+        if base_url:
+            more["base_url"] = base_url
+        place, variable, root = _pull(source, to, more)
+    print_data(str(place))
     if to is not None:
-        talk(f"environments find it with: export TAU2_DATA_DIR={folder}")
+        talk(f"environments find it with: export {variable}={root}")
+
+
+def _pull(source: str, to: Path | None, more: Mapping[str, Any]) -> tuple[Path, str, Path | None]:
+    """Download; return what was downloaded, and the variable that names the directory."""
+    from areal_gym.envs.benchmarks.pull import pull_benchmark
+    from areal_gym.envs.tau2.benchmark_data import manifest
+    from areal_gym.envs.tau2.pull import pull
+
+    known = [entry.id for entry in registry().entries("benchmarks")]
+    if source not in (*SOURCES, *known):
+        raise UsageError(
+            f"no data {source!r} to download", hints=choices(source, (*SOURCES, *known))
+        )
+    benchmark = None if source in SOURCES else registry().load("benchmarks", source)
+    if benchmark is not None and benchmark.data is not None:
+        talk(f"{benchmark.data.source} ({benchmark.licence})")
+        return pull_benchmark(benchmark, to, **more), "AREAL_GYM_DATA", to
+    facts = manifest()
+    talk(f"{facts['repository']} at {facts['commit'][:12]} ({facts['licence']})")
+    folder = pull(to, **more)
+    return folder, "TAU2_DATA_DIR", folder
 
 
 @data_command.command("show")

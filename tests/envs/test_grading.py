@@ -173,6 +173,33 @@ def test_numbers_compare_exactly(a, b):
     assert is_same_number(str(a), str(b)) == (a == b)
 
 
+@pytest.mark.parametrize(
+    ("prediction", "gold", "is_right"),
+    [
+        ("3+4=7", "7", True),  # of a calculation, the right side is the answer
+        (r"2 \cdot 3 = 6", "6", True),
+        ("12*3=36=36", "36", True),
+        ("3+4=8", "7", False),
+        ("x=5", "5", True),
+        (r"\frac{3}{-4}", "-3/4", True),  # a sign may stand below
+        ("3/-4", "-3/4", True),
+        ("five", "5", True),  # a number word is its number
+        ("3+4", "7", False),
+        ("7=3+4", "7", False),
+        ("2<=5", "5", False),
+    ],
+)
+def test_classes_on_which_graders_differ(prediction, gold, is_right):
+    assert is_same_number(prediction, gold) == is_right
+    assert is_equal(rf"\boxed{{{prediction}}}", gold) == is_right
+
+
+def test_a_box_counts_more_than_what_is_stated_after_it():
+    text = r"First \boxed{3}. No: the answer is 5."
+    assert is_equal(text, "3")
+    assert not is_equal(text, "5")
+
+
 @pytest.mark.parametrize("text", ["5 or more", "-", "--5x", "12 34", "1..2", "٣"])
 def test_parse_number_refuses_other_texts(text):
     number = parse_number(text)

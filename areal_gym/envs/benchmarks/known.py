@@ -37,7 +37,7 @@ GSM8K = Benchmark(
     grader=_MATH_GRADER,
     compares_with=_MATH_NUMBERS,
     licence="MIT",
-    tested="all tasks: gold answers are right, those of other tasks are wrong",
+    tested="all gold answers are right",
 )
 
 MATH500 = Benchmark(
@@ -58,7 +58,7 @@ MATH500 = Benchmark(
     grader=_MATH_GRADER,
     compares_with=f"{_MATH_NUMBERS}; reasoning models are reported with 4 or more samples: -k 4",
     licence="MIT (MATH; the choice of 500: MIT, openai/prm800k)",
-    tested="all tasks: gold answers are right, those of other tasks are wrong",
+    tested="all gold answers are right",
 )
 
 
@@ -92,7 +92,7 @@ AIME24 = _aime(
         sha256="578ba9f47cbb1958e3e5882c40788de88338d913848da3a074e83946525d0e02",
     ),
     "the problems are the MAA's; the repository: MIT",
-    "all tasks: gold answers are right, those of other tasks are wrong",
+    "all gold answers are right",
 )
 _ARENA = "CC BY-NC-SA 4.0 (MathArena); the problems are the MAA's"
 AIME25 = _aime(
@@ -130,7 +130,7 @@ _CODE_NUMBERS = (
 HUMANEVAL_PLUS = Benchmark(
     id="humaneval+",
     env="code",
-    env_kwargs={"all_or_nothing": True},
+    env_kwargs={"all_or_nothing": True, "statements_s": 200.0},
     data=DataFile(
         place="evalplus/humaneval_plus.jsonl.gz",
         url=f"{_GITHUB}/evalplus/humanevalplus_release/200defce9e3429d28ca215b6dd061c0f7f31c18b"
@@ -146,12 +146,13 @@ HUMANEVAL_PLUS = Benchmark(
     grader="base and extra tests of EvalPlus 0.1.10 in the sandbox: all must pass",
     compares_with=_CODE_NUMBERS,
     licence="Apache-2.0 (HumanEval: MIT)",
-    tested="TODO",
+    tested="the reference solutions of every eighth task pass, but HumanEval/32's: its test in this "
+    "file unpacks a number and fails for every solution, so that 163 of 164 is the most",
 )
 MBPP_PLUS = Benchmark(
     id="mbpp+",
     env="code",
-    env_kwargs={"all_or_nothing": True},
+    env_kwargs={"all_or_nothing": True, "statements_s": 200.0},
     data=DataFile(
         place="evalplus/mbpp_plus.jsonl.gz",
         url=f"{_GITHUB}/evalplus/mbppplus_release/dadf43da556a00f7bacd71cb154f2932757d9144"
@@ -167,7 +168,7 @@ MBPP_PLUS = Benchmark(
     grader="base and extra tests of EvalPlus (MBPP+ 0.2.0) in the sandbox: all must pass",
     compares_with=_CODE_NUMBERS,
     licence="Apache-2.0 (MBPP: CC BY 4.0)",
-    tested="TODO",
+    tested="the reference solutions of every twentieth task pass",
 )
 
 
@@ -186,7 +187,7 @@ def _tau2(domain: str, num_tasks: int) -> Benchmark:
         compares_with="none as it stands: published pass^k have a language model as customer. "
         "With env.kwargs.user=URL and user_model as in the report, its pass^1 to pass^4",
         licence="MIT",
-        tested="the verdicts, against the benchmark's own code on recorded dialogues (docs: tau2)",
+        tested="verdicts, against the benchmark's own code on recorded dialogues (docs: tau2)",
     )
 
 

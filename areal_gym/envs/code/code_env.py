@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,6 +76,8 @@ class CodeEnv(QuestionEnv):
         test_path: a file of held-out tasks; without it a tenth of `path` is held out.
         skip_broken: leave broken rows out.
         all_or_nothing: reward 1 when all tests pass, else 0.
+        statements_s: seconds for all tests of a task that are statements, of which a tenth may be
+            processor time; thousands of calls, as in EvalPlus, need minutes on a busy machine.
         max_turns: how many versions may be handed in.
         sandbox: where the code runs: the id of a sandbox, or an object.
 
@@ -95,6 +98,7 @@ class CodeEnv(QuestionEnv):
         test_path: str | Path | None = None,
         skip_broken: bool = False,
         all_or_nothing: bool = False,
+        statements_s: float = 20.0,
         max_turns: int = 1,
         sandbox: Sandbox | str = "process",
         render_mode: str | None = None,
@@ -107,10 +111,16 @@ class CodeEnv(QuestionEnv):
         super().__init__(
             tasks, levels=code_tasks if path is None else None, render_mode=render_mode
         )
-        if max_turns < 1:
-            raise UsageError(f"max_turns = {max_turns!r}: it is at least 1")
+        if max_turns < 1 or not statements_s > 0:
+            raise UsageError(
+                f"max_turns = {max_turns!r}, statements_s = {statements_s!r}: at least one turn, "
+                "and more than 0 seconds"
+            )
         self.max_turns = max_turns
         self._all_or_nothing = all_or_nothing
+        self._statement_limits = replace(
+            _STATEMENT_LIMITS, wall_s=statements_s, cpu_s=statements_s / 10
+        )
         self._sandbox = (
             registry().get("sandboxes", sandbox).id if isinstance(sandbox, str) else sandbox
         )
@@ -127,7 +137,12 @@ class CodeEnv(QuestionEnv):
         num_passed, num_unverifiable = (0, 0)
         if code is not None:
             num_passed, num_unverifiable = await run_tests(
-                code, self.task.data, tests, self._sandbox, self.judging()
+                code,
+                self.task.data,
+                tests,
+                self._sandbox,
+                self.judging(),
+                statement_limits=self._statement_limits,
             )
         share = num_passed / len(tests)
         is_solved = num_passed == len(tests)
@@ -166,6 +181,8 @@ async def run_tests(
     tests: Sequence[Mapping[str, Any]],
     sandbox: Sandbox | str,
     boundary: JudgingBoundary,
+    *,
+    statement_limits: SandboxLimits = _STATEMENT_LIMITS,
 ) -> tuple[int, int]:
     """Return how many tests pass, and how many only the policy's own code could decide.
 
@@ -197,7 +214,7 @@ async def run_tests(
         return num_passed, 0
     # The tests' cell holds no code of the policy: it also runs where nothing can be walled in.
     tests_sandbox = shared_sandbox("process", **({} if is_process else {"min_level": "none"}))
-    ends = await verify(sandbox, tests_sandbox, code, imports, orders, _STATEMENT_LIMITS)
+    ends = await verify(sandbox, tests_sandbox, code, imports, orders, statement_limits)
     return num_passed + ends.count(PASSED), ends.count(UNVERIFIABLE)
 
 

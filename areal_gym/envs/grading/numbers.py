@@ -264,7 +264,18 @@ def _are_same(a: Number, b: Number) -> bool:
     return is_cut_off or difference <= rounded.last_place / 2
 
 
+_CALCULATION = re.compile(
+    r"(?=.*\d)(?:[-\d\s.,+*/()^={}$×·÷−]|\\(?:times|cdot|div|[dt]?frac|left|right|[(),;!]))+=([^=]+)"
+)
+"""Numbers and operations, an equals sign, and the result."""
+
+
 def is_same_number(prediction: str, gold: str) -> bool:
-    """Return whether both are numbers and equal, by exact arithmetic; this takes microseconds."""
+    """Return whether both are numbers and equal, by exact arithmetic; this takes microseconds.
+
+    Of a calculation, the right side is the prediction: `3+4=7` is 7.
+    """
     a, b = parse_number(prediction), parse_number(gold)
+    if a is None and (calculation := _CALCULATION.fullmatch(prediction)):
+        a = parse_number(calculation[1])
     return a is not None and b is not None and numbers_agree(a, b)

@@ -75,12 +75,44 @@ async def _pull_all(folder: Path, base_url: str, on_progress: Progress | None) -
             count(row["path"], have, 0)
 
 
+def pull_one(
+    source: str,
+    url: str,
+    file: Path,
+    *,
+    num_bytes: int,
+    sha256: str,
+    on_progress: Progress | None = None,
+) -> None:
+    """Download one file unless it is here, like `pull`; `source` is its name in messages."""
+
+    async def pull_it() -> None:
+        import aiohttp
+
+        def count(here: int) -> None:
+            if on_progress is not None:
+                on_progress(file.name, here, num_bytes)
+
+        row = {"bytes": num_bytes, "sha256": sha256}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            await _pull_file(session, url, file, row, count, source)
+
+    if file.exists() and _digest(file) == sha256:
+        return
+    try:
+        asyncio.run(pull_it())
+    except OSError as error:
+        raise InfrastructureError(f"cannot write {file}: {error}") from error
+
+
 async def _pull_file(
     session: aiohttp.ClientSession,
     url: str,
     file: Path,
     row: dict[str, Any],
     on_bytes: Callable[[int], None],
+    source: str = "tau2",
 ) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.part")
@@ -96,8 +128,8 @@ async def _pull_file(
             return
         part.unlink()
         trouble = "its checksum is another one"
-    again = "again, it goes on where it stopped: areal-gym data pull tau2"
-    elsewhere = "from elsewhere: areal-gym data pull tau2 --base-url URL"
+    again = f"again, it goes on where it stopped: areal-gym data pull {source}"
+    elsewhere = f"from elsewhere: areal-gym data pull {source} --base-url URL"
     raise InfrastructureError(f"cannot fetch {url}: {trouble}", hints=[again, elsewhere])
 
 
