@@ -79,7 +79,7 @@ def pull_command(
 
 def _pull(source: str, to: Path | None, more: Mapping[str, Any]) -> tuple[Path, str, Path | None]:
     """Download; return what was downloaded, and the variable that names the directory."""
-    from areal_gym.envs.benchmarks.pull import pull_benchmark
+    from areal_gym.envs.benchmarks.benchmark_pull import pull_benchmark
     from areal_gym.envs.tau2.benchmark_data import manifest
     from areal_gym.envs.tau2.pull import pull
 

@@ -10,8 +10,8 @@ import pytest
 
 from areal_gym.config import load_config
 from areal_gym.envs.benchmarks.benchmark import Benchmark, DataFile
-from areal_gym.envs.benchmarks.pull import pull_benchmark
-from areal_gym.envs.benchmarks.reference import benchmarks_table
+from areal_gym.envs.benchmarks.benchmark_pull import pull_benchmark
+from areal_gym.envs.benchmarks.benchmark_table import benchmarks_table
 from areal_gym.errors import DataError, InfrastructureError
 from areal_gym.plugins import registry
 from tests._support.paths import ROOT
@@ -33,7 +33,7 @@ ROWS = {
 
 def test_page_is_up_to_date():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    command = "python -m areal_gym.envs.benchmarks.reference"
+    command = "python -m areal_gym.envs.benchmarks.benchmark_table"
     assert page.partition("## The benchmarks\n\n")[2] == benchmarks_table(), command
 
 

@@ -146,8 +146,8 @@ HUMANEVAL_PLUS = Benchmark(
     grader="base and extra tests of EvalPlus 0.1.10 in the sandbox: all must pass",
     compares_with=_CODE_NUMBERS,
     licence="Apache-2.0 (HumanEval: MIT)",
-    tested="the reference solutions of every eighth task pass, but HumanEval/32's: its test in this "
-    "file unpacks a number and fails for every solution, so that 163 of 164 is the most",
+    tested="the reference solutions of every eighth task pass, but HumanEval/32's: its test in "
+    "this file unpacks a number and fails for every solution, so that 163 of 164 is the most",
 )
 MBPP_PLUS = Benchmark(
     id="mbpp+",

@@ -1,4 +1,4 @@
-"""Prints the table of docs/benchmarks.md: python -m areal_gym.envs.benchmarks.reference."""
+"""Prints the table of docs/benchmarks.md: python -m areal_gym.envs.benchmarks.benchmark_table."""
 
 from __future__ import annotations
 
