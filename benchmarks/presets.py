@@ -54,7 +54,7 @@ def settings(env: str, steps: int, staleness: int, *further: str) -> RunConfig:
         overrides=[
             f"env.id={env}",
             # There are 55 held-out sums: several episodes of each.
-            *([f"env.kwargs.path={SUMS}", "eval.num_samples=4"] if env == "math" else []),
+            *([f"env.kwargs.tasks={SUMS}", "eval.num_samples=4"] if env == "math" else []),
             "engine.max_context=256",
             "engine.num_slots=64",
             "rollout.batch_groups=8",

@@ -51,7 +51,7 @@ def write_corpus(directory: Path, num_passages: int) -> tuple[Path, Path, list[s
 
 
 async def episodes(corpus: Path, questions: Path, queries: list[str]) -> None:
-    envs = [SearchEnv(corpus=corpus, questions=questions) for _ in range(NUM_EPISODES)]
+    envs = [SearchEnv(corpus=corpus, tasks=questions) for _ in range(NUM_EPISODES)]
 
     async def play(number: int, env: SearchEnv) -> None:
         env.reset(seed=number)

@@ -69,7 +69,15 @@ MAY_IMPORT = {
     "gateway": COMMON | {"engines.base", "recording"},
     "viewer": COMMON | {"run_dir", "report"},
     "rollout": COMMON
-    | {"tasks", "envs.base", "envs.tools", "engines.base", "agents.base", "recording"}
+    | {
+        "tasks",
+        "envs.base",
+        "envs.task_drawing",
+        "envs.tools",
+        "engines.base",
+        "agents.base",
+        "recording",
+    }
     | {"gateway.shared_gateway", "gateway.session", "runs.episodes"},
     "trainer": COMMON | {"models", "engines.base"},
     "warm_start": COMMON | {"envs", "engines", "models", "trainer"},

@@ -110,7 +110,7 @@ def show_command(
 ) -> None:
     """Show the tasks of an environment: how many there are, and the first ones.
 
-    key=value are arguments of the environment: areal-gym data show math path=questions.jsonl
+    key=value are arguments of the environment: areal-gym data show math tasks=questions.jsonl
     """
     instance: TextEnv = registry().make("envs", env, **settings)
     limit = instance.num_tasks(split)
@@ -119,7 +119,7 @@ def show_command(
     for index in range(first, end):
         _, info = instance.reset(seed=0, options={"split": split, "index": index})
         rows.append({"index": index, **info["task"], "messages": list(info["messages"])})
-    source = getattr(instance, "task_source", None)
+    source = instance.tasks
     counts = {name: instance.num_tasks(name) for name in ("train", "test")}
     num_left_out = {name: getattr(source, name, 0) for name in _LEFT_OUT}
     instance.close()
@@ -132,6 +132,8 @@ def show_command(
         print_columns([header, *map(_line, rows)])
     for name, count in counts.items():
         talk(f"{name}: {'generated, without limit' if count is None else f'{count:,} tasks'}")
+    for note in getattr(source, "notes", ()):
+        talk(note)
     for name, number in num_left_out.items():
         if number:
             talk(f"{number:,} {_LEFT_OUT[name]}")

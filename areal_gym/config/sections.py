@@ -335,8 +335,8 @@ class GuardConfig(Settings):
 class EvalConfig(Settings):
     """Evaluations of the policy on held-out tasks."""
 
-    num_tasks: int = Field(512, ge=1)
-    """Number of held-out tasks."""
+    num_tasks: int = Field(512, ge=0)
+    """Number of held-out tasks; all of them where there are fewer. 0 is no evaluation."""
     num_samples: int = Field(1, ge=1)
     """Sampled episodes per task."""
     every: int = Field(0, ge=0)

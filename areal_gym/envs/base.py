@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, cast, final
 
 import gymnasium
@@ -40,7 +41,7 @@ from areal_gym.envs.responses import (
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, ToolError, UsageError
-from areal_gym.tasks import given_task
+from areal_gym.tasks.base import SampledTasks, TaskSource, choose_task, given_task
 from areal_gym.types import Message, Task, ToolCall
 from areal_gym.utils.markup import block, dialogue, pairs, short
 
@@ -82,7 +83,8 @@ class TextEnv(gymnasium.Env[str, str]):
     made_by: Callable[[], TextEnv] | None = None
     """Makes another instance like this one; set by `areal_gym.make`."""
 
-    def __init__(self, *, render_mode: str | None = None) -> None:
+    def __init__(self, *, tasks: TaskSource | None = None, render_mode: str | None = None) -> None:
+        self._given_tasks = tasks
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
         self.render_mode = render_mode
@@ -99,8 +101,13 @@ class TextEnv(gymnasium.Env[str, str]):
     # ---- what an author writes -------------------------------------------------------------
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """Choose a task. `options` may hold `split` and `index`; equal inputs give equal tasks."""
-        raise NotImplementedError(f"{type(self).__name__}.sample_task")
+        """Choose a task. `options` may hold `split` and `index`; equal inputs give equal tasks.
+
+        Not needed by an environment that is given its source: `super().__init__(tasks=source)`.
+        """
+        if self._given_tasks is None:
+            raise NotImplementedError(f"{type(self).__name__}.sample_task")
+        return choose_task(self._given_tasks, rng, options)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
         """Return the system and user messages that open the episode. Reset your own state here."""
@@ -125,7 +132,7 @@ class TextEnv(gymnasium.Env[str, str]):
 
     def num_tasks(self, split: str) -> int | None:
         """Return how many distinct tasks `options={"index": i}` can name; None if endless."""
-        return None
+        return None if self._given_tasks is None else self._given_tasks.num_tasks(split)
 
     async def aclose(self) -> None:
         """Release the episode's resources (an interpreter, a connection). May be called twice."""
@@ -155,6 +162,11 @@ class TextEnv(gymnasium.Env[str, str]):
         (`GymError`), input and output (`OSError`) and missing packages still raise.
         """
         return self._judging_boundary
+
+    @cached_property
+    def tasks(self) -> TaskSource:
+        """The source of the tasks: the one that was given, or `sample_task` as a source."""
+        return self._given_tasks or SampledTasks(self.sample_task, self.num_tasks)
 
     @property
     def task(self) -> Task:

@@ -6,15 +6,15 @@ import random
 import re
 from fractions import Fraction
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from areal_gym.envs.arithmetic import Level, sample_expression, sample_question
 from areal_gym.envs.base import Response
 from areal_gym.envs.grading import extract_answer
-from areal_gym.envs.questions import QuestionEnv, arithmetic_tasks, file_tasks
+from areal_gym.envs.questions import QuestionEnv, arithmetic_tasks
 from areal_gym.errors import DataError
-from areal_gym.tasks import Draft, GeneratedTasks, SourceRow, TaskSource, key_of_text
+from areal_gym.tasks import Draft, GeneratedTasks, SourceRow, key_of_text
+from areal_gym.tasks.given_tasks import open_tasks
 from areal_gym.tasks.row_checks import text_field
 from areal_gym.types import Message, Task
 
@@ -52,9 +52,9 @@ class ChoiceEnv(QuestionEnv):
 
     Args:
         level: 1 (two numbers, + and -) to 5 (up to six numbers, parentheses, division).
-        path: a file of questions instead of generated ones.
-        test_path: a file of held-out questions; without it a tenth of `path` is held out.
-        skip_broken: leave rows out that have no question, choices or answer.
+        tasks: questions of your own instead of generated ones: a file, a data set of the hub, a
+            list, settings such as {"data": FILE, "test": FILE, "skip_broken": true}, or a task
+            source.
         order_seed: of the order of the choices; -1 leaves those of a file as they are.
 
     Raises:
@@ -70,17 +70,14 @@ class ChoiceEnv(QuestionEnv):
         self,
         *,
         level: int = 1,
-        path: str | Path | None = None,
-        test_path: str | Path | None = None,
-        skip_broken: bool = False,
+        tasks: Any = None,
         order_seed: int = 0,
         render_mode: str | None = None,
     ) -> None:
-        tasks: TaskSource = choice_tasks(level)
-        if path is not None:
-            tasks = file_tasks(path, test_path, choice_draft, skip_broken=skip_broken)
         super().__init__(
-            tasks, levels=choice_tasks if path is None else None, render_mode=render_mode
+            choice_tasks(level) if tasks is None else open_tasks(tasks, choice_draft),
+            levels=choice_tasks if tasks is None else None,
+            render_mode=render_mode,
         )
         self._order_seed = order_seed
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_gym.envs.base import TextEnv
-from areal_gym.tasks import key_of_text
+from areal_gym.tasks import TaskSource, key_of_text, question_of
 
 _SHINGLE = 8
 """Number of consecutive words that two different questions rarely share."""
@@ -46,9 +46,14 @@ class Contamination:
 
 
 def find_contamination(
-    env: TextEnv, *, train: str = "train", heldout: str = "test", threshold: float = 0.8
+    env: TextEnv | TaskSource,
+    *,
+    train: str = "train",
+    heldout: str = "test",
+    threshold: float = 0.8,
 ) -> Contamination:
-    """Compare the questions of two splits: the last message that opens an episode.
+    """Compare the questions of two splits: the last message that opens an episode of an
+    environment; of a task source, the field `question` or `prompt`, else all fields.
 
     Of each held-out task, the most similar training task is reported if it is as similar as
     `threshold`. Up to 20,000 tasks of a split are looked at, or 1,000 where it has no end. A split
@@ -73,11 +78,15 @@ def find_contamination(
     return Contamination(len(learned), len(measured), tuple(overlaps))
 
 
-def _questions(env: TextEnv, split: str) -> Iterable[tuple[str, str]]:
+def _questions(env: TextEnv | TaskSource, split: str) -> Iterable[tuple[str, str]]:
     limit = env.num_tasks(split)
     for index in range(_NUM_GENERATED if limit is None else min(limit, _MAX_TASKS)):
-        text, info = env.reset(seed=0, options={"split": split, "index": index})
-        yield info["task_id"], text
+        if isinstance(env, TextEnv):
+            text, info = env.reset(seed=0, options={"split": split, "index": index})
+            yield info["task_id"], text
+        else:
+            task = env.at(index, split)
+            yield task.id, question_of(task)
 
 
 def _shingles(text: str) -> set[int]:

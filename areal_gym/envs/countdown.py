@@ -7,14 +7,16 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 from areal_gym.envs.arithmetic import evaluate
 from areal_gym.envs.base import Response
 from areal_gym.envs.grading import extract_answer
-from areal_gym.envs.questions import QuestionEnv, file_tasks
+from areal_gym.envs.old_arguments import takes_old_files
+from areal_gym.envs.questions import QuestionEnv
 from areal_gym.errors import DataError, UsageError
-from areal_gym.tasks import Draft, GeneratedTasks, TaskSource
+from areal_gym.tasks import Draft, GeneratedTasks
+from areal_gym.tasks.given_tasks import open_tasks
 from areal_gym.tasks.rows import SourceRow
 from areal_gym.types import Message, Task
 
@@ -72,6 +74,24 @@ def uses_exactly(expression: str, numbers: Sequence[int]) -> bool:
     return sorted(used) == sorted(numbers)
 
 
+def countdown_draft(row: SourceRow) -> Draft:
+    numbers = row.data.get("nums", row.data.get("numbers"))
+    target, solution = row.data.get("target"), row.data.get("solution")
+    if (
+        not isinstance(numbers, list)
+        or not numbers
+        or not all(_is_natural(number) for number in [*numbers, target])
+        or not isinstance(solution, str | None)
+    ):
+        raise DataError(
+            f"{row.where}: nums = {numbers!r}, target = {target!r}, solution = {solution!r}; "
+            "a list of whole numbers, a whole number and a text are needed"
+        )
+    data = {"numbers": numbers, "target": target, "solution": solution}
+    return Draft(f"{sorted(numbers)} -> {target}", data)
+
+
+@takes_old_files(countdown_draft, "skip_broken")
 class CountdownEnv(QuestionEnv):
     r"""Reach a target with given numbers.
 
@@ -88,10 +108,9 @@ class CountdownEnv(QuestionEnv):
 
     Args:
         num_numbers: how many numbers there are, 3 to 6.
-        path: a file of tasks instead: rows with `nums` (or `numbers`), `target` and maybe a
-            `solution`, which the gold policy then knows.
-        test_path: a file of held-out tasks; without it a tenth of `path` is held out.
-        skip_broken: leave broken rows out.
+        tasks: tasks of your own instead: a file, a data set of the hub, a list, settings such as
+            {"data": FILE, "test": FILE, "skip_broken": true}, or a task source. Rows have `nums`
+            (or `numbers`), a `target`, and maybe a `solution`, which the gold policy then knows.
 
     Raises:
         DataError: a file is missing or has a broken row.
@@ -105,19 +124,15 @@ class CountdownEnv(QuestionEnv):
         self,
         *,
         num_numbers: int = 4,
-        path: str | Path | None = None,
-        test_path: str | Path | None = None,
-        skip_broken: bool = False,
+        tasks: Any = None,
         render_mode: str | None = None,
     ) -> None:
         if num_numbers not in range(3, 7):
             raise UsageError(f"num_numbers = {num_numbers!r}: it is 3 to 6")
-        tasks: TaskSource = (
-            countdown_tasks(num_numbers)
-            if path is None
-            else file_tasks(path, test_path, _draft, skip_broken=skip_broken)
+        super().__init__(
+            countdown_tasks(num_numbers) if tasks is None else open_tasks(tasks, countdown_draft),
+            render_mode=render_mode,
         )
-        super().__init__(tasks, render_mode=render_mode)
 
     def question(self, task: Task) -> str:
         """Return the rules and the numbers."""
@@ -146,23 +161,6 @@ class CountdownEnv(QuestionEnv):
         """Return the expression that the task was made from, if it is known."""
         solution = self.task.data.get("solution")
         return self.noop_action() if solution is None else f"\\boxed{{{solution}}}"
-
-
-def _draft(row: SourceRow) -> Draft:
-    numbers = row.data.get("nums", row.data.get("numbers"))
-    target, solution = row.data.get("target"), row.data.get("solution")
-    if (
-        not isinstance(numbers, list)
-        or not numbers
-        or not all(_is_natural(number) for number in [*numbers, target])
-        or not isinstance(solution, str | None)
-    ):
-        raise DataError(
-            f"{row.where}: nums = {numbers!r}, target = {target!r}, solution = {solution!r}; "
-            "a list of whole numbers, a whole number and a text are needed"
-        )
-    data = {"numbers": numbers, "target": target, "solution": solution}
-    return Draft(f"{sorted(numbers)} -> {target}", data)
 
 
 def _is_natural(value: object) -> bool:

@@ -6,12 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from areal_gym.envs.arithmetic import Level, sample_expression, sample_question
 from areal_gym.envs.base import Response
-from areal_gym.envs.questions import AnswerEnv, QuestionFiles, arithmetic_tasks
+from areal_gym.envs.old_arguments import takes_old_question_files
+from areal_gym.envs.questions import AnswerEnv, arithmetic_tasks
 from areal_gym.errors import UsageError
 from areal_gym.tasks import GeneratedTasks
 from areal_gym.types import Message
@@ -78,6 +78,7 @@ def math_tasks(level: int) -> GeneratedTasks:
     return arithmetic_tasks("math", level, sample)
 
 
+@takes_old_question_files
 class MathEnv(AnswerEnv):
     r"""Mathematics in one turn, or in several with feedback.
 
@@ -97,16 +98,12 @@ class MathEnv(AnswerEnv):
 
     Args:
         level: 1 (two numbers, + and -) to 5 (up to six numbers, parentheses, division).
-        path: a file of questions instead of generated ones: .jsonl, .jsonl.gz, .json, .parquet or
-            .csv. An answer that holds `####` counts from there on.
-        test_path: a file of held-out questions; without it a tenth of `path` is held out.
-        dataset: questions of a data set on the Hugging Face hub, `NAME` or `NAME:SUBSET`; or
-            "gsm8k" or "math500", which are looked for in the directory AREAL_GYM_DATA first.
-        question_field: the rows' key of the question ["question"].
-        answer_field: the rows' key of the answer ["answer"].
-        skip_broken: leave rows out that have no question or no answer.
-        where: only rows whose fields have these values: {"subject": "Algebra"}, {"level": [1, 2]},
-            {"level": {"max": 3}}.
+        tasks: your own questions instead of generated ones: a file (.jsonl, .csv, .parquet, ...),
+            a data set of the Hugging Face hub (`NAME`, `NAME:SUBSET`), a list of dicts, a task
+            source; or settings, {"data": FILE, "test": FILE, "fields": {"question": "problem"},
+            "where": {"level": {"max": 3}}, "skip_broken": true} (docs/data.md). "gsm8k" and
+            "math500" are looked for in the directory AREAL_GYM_DATA first. Rows have a `question`
+            and an `answer`; one that holds `####` counts from there on.
         max_turns: how many answers may be given.
         discount: what each wrong answer leaves of the reward.
 
@@ -119,13 +116,7 @@ class MathEnv(AnswerEnv):
         self,
         *,
         level: int = 1,
-        path: str | Path | None = None,
-        test_path: str | Path | None = None,
-        dataset: str | None = None,
-        question_field: str | None = None,
-        answer_field: str | None = None,
-        skip_broken: bool = False,
-        where: Mapping[str, Any] | None = None,
+        tasks: Any = None,
         max_turns: int = 1,
         discount: float = 0.5,
         render_mode: str | None = None,
@@ -133,9 +124,7 @@ class MathEnv(AnswerEnv):
         super().__init__(
             math_tasks,
             level,
-            QuestionFiles(
-                path, test_path, dataset, question_field, answer_field, skip_broken, where
-            ),
+            tasks,
             render_mode,
         )
         self.suspends = not self._is_generated  # algebra is done by workers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import UsageError, choices
 from areal_gym.plugins import registry
-from areal_gym.tasks import asked_for
+from areal_gym.tasks.base import SampledTasks, TaskSource, asked_for
 from areal_gym.types import Message, Task
 
 _KEYS = ("id", "weight", "kwargs", "name")
@@ -71,6 +72,12 @@ class MixedEnv(TextEnv):
         """Return the number of all tasks; None if one of the environments is endless."""
         counts = [env.num_tasks(split) for env in self._envs.values()]
         return None if None in counts else sum(count or 0 for count in counts)
+
+    @cached_property
+    def tasks(self) -> TaskSource:
+        """The tasks of all environments."""
+        notes = [note for env in self._envs.values() for note in getattr(env.tasks, "notes", ())]
+        return SampledTasks(self.sample_task, self.num_tasks, notes)
 
     @property
     def prepares(self) -> bool:

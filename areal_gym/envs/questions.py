@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, ParamSpec
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -28,12 +28,11 @@ from areal_gym.tasks import (
     choose_task,
     key_of_text,
 )
+from areal_gym.tasks.given_tasks import open_tasks, read_once
 from areal_gym.tasks.opening import hub_splits, read_rows
 from areal_gym.tasks.row_checks import row_filter, text_field
 from areal_gym.tasks.rows import SourceRow
 from areal_gym.types import Message, Task
-
-P = ParamSpec("P")
 
 DATA_DIR_VARIABLE = "AREAL_GYM_DATA"
 """The environment variable that names a directory of data sets (`gsm8k/test.jsonl.gz`, ...)."""
@@ -52,13 +51,9 @@ class QuestionEnv(TextEnv):
         levels: Callable[[int], TaskSource] | None = None,
         render_mode: str | None = None,
     ) -> None:
-        super().__init__(render_mode=render_mode)
+        super().__init__(tasks=tasks, render_mode=render_mode)
         self.task_source = tasks
         self._levels = levels
-
-    def num_tasks(self, split: str) -> int | None:
-        """Return the number of tasks in the split; None (endless) when they are generated."""
-        return self.task_source.num_tasks(split)
 
     @property
     def difficulties(self) -> Sequence[int]:
@@ -86,50 +81,6 @@ class QuestionEnv(TextEnv):
         return str(task.data["question"])
 
 
-class QuestionFiles(NamedTuple):
-    """The user's own questions for an `AnswerEnv`; the fields are arguments of `math`."""
-
-    path: str | Path | None
-    test_path: str | Path | None
-    dataset: str | None
-    question_field: str | None
-    answer_field: str | None
-    skip_broken: bool
-    where: Mapping[str, Any] | None
-
-    def tasks(self) -> RowTasks | None:
-        """Return the tasks, or None without a source; fields that contradict are a UsageError."""
-        if self.where and self.path is None and self.dataset is None:
-            raise UsageError("where filters the rows of a file or a data set; there is neither")
-        if self.path is not None and self.dataset is not None:
-            raise UsageError("path and dataset are two sources of questions; give one of them")
-        if self.test_path is not None and self.path is None:
-            raise UsageError("test_path goes with path: they are the two splits")
-        chosen: dict[str, Any] = {"skip_broken": self.skip_broken, "where": self.where}
-        if self.path is not None:
-            make_draft = _drafts(self.question_field, self.answer_field)
-            return file_tasks(self.path, self.test_path, make_draft, **chosen)
-        if self.dataset is None:
-            return None
-        known = _KNOWN.get(self.dataset)
-        if known is None:
-            name, _, subset = self.dataset.partition(":")
-            make_draft = _drafts(self.question_field, self.answer_field)
-            return hub_tasks(name, subset or None, make_draft, **chosen)
-        make_draft = _drafts(self.question_field or known.question, self.answer_field)
-        data_dir = os.environ.get(DATA_DIR_VARIABLE)
-        if data_dir is not None:
-            train, test = (_find(Path(data_dir), stem) for stem in (known.train, known.test))
-            # Public files are as they are: `data show` says how many of their rows are left out.
-            return file_tasks(train, test, make_draft, **{**chosen, "skip_broken": True})
-        try:
-            return hub_tasks(known.hub, known.subset, make_draft, **chosen)
-        except DataError as error:
-            local = f"or a directory that holds {known.train}.jsonl and {known.test}.jsonl"
-            hints = [*error.hints, f"{local}: export {DATA_DIR_VARIABLE}=DIR"]
-            raise DataError(error.message, hints=hints) from error
-
-
 class AnswerEnv(QuestionEnv):
     r"""A mathematical question, generated or the user's own; the answer is in `\boxed{}`."""
 
@@ -139,13 +90,12 @@ class AnswerEnv(QuestionEnv):
         self,
         generated: Callable[[int], TaskSource],
         level: int,
-        files: QuestionFiles,
+        tasks: Any,
         render_mode: str | None,
     ) -> None:
-        tasks = files.tasks()
         self._is_generated = tasks is None
         super().__init__(
-            generated(level) if tasks is None else tasks,
+            generated(level) if tasks is None else question_tasks(tasks),
             levels=generated if tasks is None else None,
             render_mode=render_mode,
         )
@@ -183,21 +133,6 @@ class AnswerEnv(QuestionEnv):
 # ---- where questions come from -------------------------------------------------------------------
 
 
-def _read_once(function: Callable[P, RowTasks]) -> Callable[P, RowTasks]:
-    """Return the function with a memory: a thousand environments of a run read their data once."""
-    # Arguments are kept, so that no other function gets the address that the key holds.
-    memory: dict[str, tuple[object, RowTasks]] = {}
-
-    @wraps(function)
-    def remembered(*args: P.args, **kwargs: P.kwargs) -> RowTasks:
-        key = repr((args, kwargs))
-        if key not in memory:
-            memory[key] = (args, kwargs), function(*args, **kwargs)
-        return memory[key][1]
-
-    return remembered
-
-
 def arithmetic_tasks(
     name: str, level: int, sample: Callable[[random.Random, Level], tuple[str, str]]
 ) -> GeneratedTasks:
@@ -216,7 +151,7 @@ def arithmetic_tasks(
     return GeneratedTasks(f"{name}, level {level}", make_draft)
 
 
-@_read_once
+@read_once
 def file_tasks(
     path: str | Path,
     test_path: str | Path | None,
@@ -241,7 +176,7 @@ def file_tasks(
     )
 
 
-@_read_once
+@read_once
 def hub_tasks(
     name: str,
     subset: str | None,
@@ -265,6 +200,46 @@ def hub_tasks(
     )
 
 
+def question_tasks(given: Any) -> TaskSource:
+    """Return the source of questions and answers that `tasks=` of `math` and `tir` stands for.
+
+    A source, data, or settings: see `open_tasks`; or "gsm8k" or "math500", which are looked for in
+    the directory AREAL_GYM_DATA first.
+    """
+    settings = given if isinstance(given, Mapping) else {"data": given}
+    name = settings.get("data")
+    if not isinstance(name, str) or name not in KNOWN:
+        return open_tasks(given, answer_draft)
+    for setting in settings:
+        if setting not in ("data", "where"):
+            raise UsageError(f"tasks has {setting!r}, which does not go with {name}")
+    return known_tasks(name, where=settings.get("where"))
+
+
+def known_tasks(
+    name: str,
+    *,
+    question_field: str | None = None,
+    answer_field: str | None = None,
+    skip_broken: bool = False,
+    where: Mapping[str, Any] | None = None,
+) -> RowTasks:
+    """Return the tasks of a public data set of `KNOWN`."""
+    known = KNOWN[name]
+    make_draft = drafts(question_field or known.question, answer_field)
+    data_dir = os.environ.get(DATA_DIR_VARIABLE)
+    if data_dir is not None:
+        train, test = (_find(Path(data_dir), stem) for stem in (known.train, known.test))
+        # Public files are as they are: `data show` says how many of their rows are left out.
+        return file_tasks(train, test, make_draft, skip_broken=True, where=where)
+    try:
+        return hub_tasks(known.hub, known.subset, make_draft, skip_broken=skip_broken, where=where)
+    except DataError as error:
+        local = f"or a directory that holds {known.train}.jsonl and {known.test}.jsonl"
+        hints = [*error.hints, f"{local}: export {DATA_DIR_VARIABLE}=DIR"]
+        raise DataError(error.message, hints=hints) from error
+
+
 class _Known(NamedTuple):
     """A public data set: its name on the hub, and its files below the data directory."""
 
@@ -275,7 +250,7 @@ class _Known(NamedTuple):
     test: str
 
 
-_KNOWN = {
+KNOWN = {
     "gsm8k": _Known("openai/gsm8k", "main", "question", "gsm8k/train", "gsm8k/test"),
     "math500": _Known(
         "nlile/hendrycks-MATH-benchmark", None, "problem", "math_train/train", "math500/test"
@@ -299,7 +274,8 @@ def _find(directory: Path, stem: str) -> Path:
 
 
 @cache
-def _drafts(question_field: str | None, answer_field: str | None) -> Callable[[SourceRow], Draft]:
+def drafts(question_field: str | None, answer_field: str | None) -> Callable[[SourceRow], Draft]:
+    """Return a function that makes a task of a row with a question and an answer."""
     question_field, answer_field = question_field or "question", answer_field or "answer"
 
     def make_draft(row: SourceRow) -> Draft:
@@ -308,3 +284,6 @@ def _drafts(question_field: str | None, answer_field: str | None) -> Callable[[S
         return Draft(key_of_text(question), data)
 
     return make_draft
+
+
+answer_draft = drafts(None, None)

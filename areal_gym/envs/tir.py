@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, require_dialect, write_call
 from areal_gym.envs.arithmetic import Level, sample_expression, sample_question
 from areal_gym.envs.base import Response, ToolResults
 from areal_gym.envs.calculator import calculate
-from areal_gym.envs.questions import AnswerEnv, QuestionFiles, arithmetic_tasks
+from areal_gym.envs.old_arguments import takes_old_question_files
+from areal_gym.envs.questions import AnswerEnv, arithmetic_tasks
 from areal_gym.envs.tools import chosen_tools, cut_text, one_argument_tool
 from areal_gym.errors import SandboxError, ToolError
 from areal_gym.plugins import registry
@@ -48,6 +48,7 @@ def python_call(code: str, dialect: str = DEFAULT_DIALECT) -> str:
     return write_call("python", {"code": code}, dialect)
 
 
+@takes_old_question_files
 class TirEnv(AnswerEnv):
     r"""Mathematics with a Python sandbox, or a calculator.
 
@@ -79,7 +80,7 @@ class TirEnv(AnswerEnv):
             (blocks of ```python); by default as the model's own chat template writes them.
         sandbox: where the code runs: the id of a sandbox, which episodes of one event loop share,
             or an object.
-        path: questions of a file instead of generated ones; with the next six, see `math`.
+        tasks: your own questions instead of generated ones, as in `math`.
     """
 
     suspends = True
@@ -96,21 +97,13 @@ class TirEnv(AnswerEnv):
         max_output: int = 2_000,
         tool_dialect: str | None = None,
         sandbox: Sandbox | str = "process",
-        path: str | Path | None = None,
-        test_path: str | Path | None = None,
-        dataset: str | None = None,
-        question_field: str | None = None,
-        answer_field: str | None = None,
-        skip_broken: bool = False,
-        where: Mapping[str, Any] | None = None,
+        tasks: Any = None,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(
             tir_tasks,
             level,
-            QuestionFiles(
-                path, test_path, dataset, question_field, answer_field, skip_broken, where
-            ),
+            tasks,
             render_mode,
         )
         self.max_turns = max_turns

@@ -67,6 +67,8 @@ class Registry:
         entry = self.get(kind, id)
         cls = entry.load()
         arguments = {**getattr(entry.spec, "kwargs", {}), **kwargs}
+        # A class may still take arguments that are not in its signature any more.
+        arguments = getattr(cls, "current_arguments", dict)(arguments)
         signature = inspect.signature(cls)
         try:
             signature.bind(**arguments)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError
+from areal_gym.tasks import TaskSource
 
 _TOLERANCE = 1e-9
 
@@ -75,7 +76,7 @@ class SuccessRateCurriculum:
         if self.memory < 1:
             raise ConfigError(f"curriculum success-rate: memory = {self.memory:g} is below 1 group")
 
-    def prepare(self, env: TextEnv, split: str) -> None:
+    def prepare(self, env: TextEnv | TaskSource, split: str) -> None:
         """Choose among difficulties if there are any, else among tasks; or raise ConfigError."""
         if difficulties := getattr(env, "difficulties", ()):
             self._option, self._arms = "difficulty", difficulties

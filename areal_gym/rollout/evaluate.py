@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from areal_gym.envs.base import TextEnv
+from areal_gym.envs.task_drawing import draw_task
 from areal_gym.errors import DataError, EpisodeError, NothingToDoError
 from areal_gym.recording import derive_seed
 from areal_gym.rollout.episode_runners import (
@@ -213,12 +214,11 @@ async def first_tasks(envs: EnvPool, split: str, num_tasks: int, max_in_flight: 
         options = {"split": split, "index": index}
         for is_last in (False, False, True):
             try:
-                await env.areset(seed=derive_seed(_TASK, index), options=options)
+                tasks[index] = await draw_task(env, derive_seed(_TASK, index), options)
                 break
             except EpisodeError:
                 if is_last:
                     raise
-        tasks[index] = env.task
         envs.give_back(env)
 
     await run_jobs((partial(draw, index) for index in range(num_tasks)), num_slots)

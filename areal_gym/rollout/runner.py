@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from areal_gym.config import RolloutConfig
+from areal_gym.envs.task_drawing import draw_task
 from areal_gym.errors import EpisodeError, InfrastructureError
 from areal_gym.recording import derive_seed, stop_reason_of
 from areal_gym.rollout.curriculum import Curriculum
@@ -260,7 +261,7 @@ class RolloutRunner:
             env = self._envs.take()
             try:
                 async with asyncio.timeout(self.config.episode_timeout_s):
-                    await env.areset(seed=seed, options=options)
+                    task = await draw_task(env, seed, options)
             except EpisodeError as error:
                 return self._failures.record_failure(
                     stop_reason_of(error), str(error), is_lost=error.is_outage
@@ -270,7 +271,6 @@ class RolloutRunner:
                     StopReason.TIMEOUT, "the environment gave no task in time", is_lost=False
                 )
             self._envs.give_back(env)
-            task = env.task
             return Outcome.COMPLETED
 
         await self._failures.attempt(attempt)

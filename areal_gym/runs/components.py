@@ -109,6 +109,8 @@ def make_with(factory: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> 
         ConfigError: an argument is unknown, is missing, or has the wrong type.
         GymError: what the factory raises on purpose.
     """
+    # A class may still take arguments that are not in its signature any more.
+    kwargs = getattr(factory, "current_arguments", dict)(kwargs)
     check_arguments(factory, kwargs, key=key, id=id)
     try:
         return factory(**kwargs)

@@ -27,6 +27,7 @@ from areal_gym.runs.measuring import Watch, measure_policy, measure_texts
 from areal_gym.runs.open_engine import open_engine
 from areal_gym.runs.policy_directory import policy_directory
 from areal_gym.runs.run_display import Display
+from areal_gym.runs.task_counts import announce_heldout
 from areal_gym.utils.blocking import run_to_end
 
 
@@ -153,6 +154,7 @@ async def _evaluate(
 ) -> EvalReport:
     config = job.config
     components = Components.of(config)
+    announce_heldout(config, components, display.say)
     await components.announce_sandboxes(display.say)
     watch = Watch(display.advance, writer)
     label = f"evaluate ({'greedy' if job.greedy else 'sampled'})"
@@ -226,7 +228,7 @@ class Evaluations:
         """Return whether the settings want an evaluation at this step that is not on record."""
         every, measured = self.config.eval.every, self._measured()
         is_wanted = step == 0 or (every > 0 and step % every == 0) or not measured
-        return self.config.env.id != ONLINE and is_wanted and step not in measured
+        return is_evaluated(self.config) and is_wanted and step not in measured
 
     async def measure_start(self, step: int) -> None:
         """Evaluate the policy before anything is trained; a resumed run has that on record."""
@@ -236,7 +238,7 @@ class Evaluations:
     async def measure_end(self, step: int) -> None:
         """Evaluate the policy after training, unless that is on record."""
         await self.settle()
-        if self.config.env.id != ONLINE and step not in self._measured():
+        if is_evaluated(self.config) and step not in self._measured():
             await self._play(step, self.engine, is_shown=True)
 
     async def begin(self, step: int) -> None:
@@ -320,6 +322,11 @@ class Evaluations:
                 f"  {name}: {score.pass_at_1.mean:.3f} sampled, "
                 f"{greedy_report.by_env[name].pass_at_1.mean:.3f} greedy, {score.num_tasks} tasks"
             )
+
+
+def is_evaluated(config: RunConfig) -> bool:
+    """Return whether the run is measured on held-out tasks."""
+    return config.env.id != ONLINE and config.eval.num_tasks > 0
 
 
 def evaluations_of(directory: RunDir) -> list[dict[str, Any]]:

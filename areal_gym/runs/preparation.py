@@ -23,6 +23,7 @@ from areal_gym.runs.policy_directory import hash_of_policy, policy_directory, re
 from areal_gym.runs.restarts import Restarts
 from areal_gym.runs.resume import require_resumable
 from areal_gym.runs.run_display import Display
+from areal_gym.runs.task_counts import announce_tasks
 from areal_gym.utils.command_words import quoted
 from areal_gym.utils.statistics import cpu_s
 from areal_gym.version import __version__
@@ -107,6 +108,7 @@ def prepare_run(
     loggers = Loggers(make_loggers(config), display.say)
     _announce(config, directory, display)
     if components is not None and not is_supervised:
+        config = announce_tasks(config, components, display.say)
         _warn_of_contamination(config, components, display)
     policy, warm_start = policy_directory(config, components, display)
     if is_resumed:
@@ -184,6 +186,8 @@ def _warn_of_contamination(config: RunConfig, components: Components, display: D
     """Warn where held-out tasks are trained on; generated splits are kept apart by their seeds."""
     from areal_gym.envs.contamination import find_contamination
 
+    if config.eval.num_tasks == 0:
+        return
     split, env = config.eval.split, components.make_env()
     if split == "train":
         display.say("warning: eval.split = train: the tasks of the evaluation are trained on")

@@ -10,7 +10,7 @@ from areal_gym.config.online_settings import ONLINE
 from areal_gym.report import keep_report
 from areal_gym.report.learning_curve import draw_learning_curve
 from areal_gym.run_dir.run_dir import RunDir
-from areal_gym.runs.evaluation import evaluations_of
+from areal_gym.runs.evaluation import evaluations_of, is_evaluated
 from areal_gym.runs.preparation import PreparedRun
 from areal_gym.runs.run_context import RunContext
 from areal_gym.utils.command_words import quoted
@@ -57,9 +57,9 @@ def conclude(run: RunContext[_Item], best: str | None) -> dict[str, Any]:
 
 
 def _heldout_tasks(run: PreparedRun, last: int) -> dict[str, Any]:
-    num_tasks = {"num_heldout_tasks": run.config.eval.num_tasks}
-    if run.config.env.id == ONLINE:
-        return num_tasks
+    if not is_evaluated(run.config):
+        return {"num_heldout_tasks": 0}
+    num_tasks = {"num_heldout_tasks": run.directory.read_evaluations()[0]["sampled"]["num_tasks"]}
     rows = evaluations_of(run.directory)
     before, after = rows[0], next(row for row in rows if row["step"] == last)
     return {
@@ -126,6 +126,8 @@ def _show(run: PreparedRun, summary: dict[str, Any], *, is_supervised: bool) -> 
     if not is_supervised:
         say(f"look:      areal-gym view {path}")
     command = f"eval --env {summary['env']} --run {path} -k 4"
+    if not is_supervised and not summary["num_heldout_tasks"]:
+        command += " eval.split=train"  # nothing was held out
     if summary["env"] == ONLINE:
         command = f"serve --run {path}"
     if not is_reward_model:

@@ -3,6 +3,7 @@
 open_rows(data)     rows of anything: lists, pandas, datasets, files, folders, the hub
 TaskSource          what an environment is given: `draw(rng, split)`, `at(index, split)`
 GeneratedTasks      an endless source: a function that makes one problem
+open_tasks(data, f) the same as a source: `f` makes a task of a row
 RowTasks            rows that are read whole: distinct, split by their keys
 """
 
@@ -16,8 +17,9 @@ from areal_gym.tasks.base import (
     given_task,
     split_of,
 )
+from areal_gym.tasks.given_tasks import open_tasks
 from areal_gym.tasks.opening import open_rows, open_splits
-from areal_gym.tasks.row_tasks import RowTasks, key_of_text
+from areal_gym.tasks.row_tasks import RowTasks, key_of_text, question_of
 from areal_gym.tasks.rows import Rows, SourceRow
 
 __all__ = [
@@ -34,5 +36,7 @@ __all__ = [
     "key_of_text",
     "open_rows",
     "open_splits",
+    "open_tasks",
+    "question_of",
     "split_of",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -44,10 +44,10 @@ class TaskSource(Protocol):
         """Return the task of that index: distinct for distinct indexes, equal in every process."""
 
 
-def split_of(key: str) -> str:
-    """Return "test" for a tenth of all keys, "train" for the others."""
+def split_of(key: str, share: float = TEST_SHARE) -> str:
+    """Return "test" for a share of all keys, a tenth by default, "train" for the others."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-    return "test" if int.from_bytes(digest[:4]) < TEST_SHARE * 2**32 else "train"
+    return "test" if int.from_bytes(digest[:4]) < share * 2**32 else "train"
 
 
 def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
@@ -143,6 +143,33 @@ class GeneratedTasks(TaskSource):
 
 def _task_of(draft: Draft, split: str) -> Task:
     return Task(id=f"{split}/{content_hash(draft.data)}", data=draft.data, split=split)
+
+
+class SampledTasks(TaskSource):
+    """The tasks of an environment that chooses them itself: `sample_task` as a source."""
+
+    def __init__(
+        self,
+        sample: Callable[[np.random.Generator, Mapping[str, Any]], Task],
+        count: Callable[[str], int | None],
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.notes = notes
+        """What is to be said about the splits before a run."""
+        self._sample = sample
+        self._count = count
+
+    def num_tasks(self, split: str) -> int | None:
+        """Return the environment's number of tasks."""
+        return self._count(split)
+
+    def draw(self, rng: np.random.Generator, split: str) -> Task:
+        """Return a task that the environment draws."""
+        return self._sample(rng, {"split": split})
+
+    def at(self, index: int, split: str) -> Task:
+        """Return the environment's task of that index."""
+        return self._sample(np.random.default_rng(0), {"split": split, "index": index})
 
 
 # ---- seeds ---------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def open_splits(data: Any) -> dict[str, Rows]:
 
 def describe(data: Any) -> str:
     """Return what messages call the data."""
-    return str(data) if isinstance(data, str | Path) else type(data).__name__
+    return str(data) if isinstance(data, str | Path) else "rows"
 
 
 def _is_splits(data: Any) -> bool:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from areal_gym.errors import DataError, NothingToDoError, UsageError
-from areal_gym.tasks.base import SPLITS, Draft, asked_for, split_of
+from areal_gym.tasks.base import SPLITS, TEST_SHARE, Draft, asked_for, split_of
 from areal_gym.tasks.rows import SourceRow
-from areal_gym.types import Task, content_hash
+from areal_gym.types import Task, content_hash, thaw
+
+NO_TASK_HINTS = ("give more rows, or rows for both: tasks={data: FILE, test: FILE}",)
 
 
 class RowTasks:
     """Tasks made from the rows of files or data sets, in their order.
 
-    Without `test`, rows may say to which split they belong; of others, a tenth is held out by a
-    hash of their keys. With it, the test split is that, and tasks whose keys occur in it are left
-    out of the training split. Rows that are not meant are counted in `num_filtered`, and with
-    `skip_broken` those of which no task can be made in `num_skipped`; else a broken row is a
-    DataError that names file and line. No rows at all are a NothingToDoError.
+    Without `test`, rows may say to which split they belong; of others, the share `heldout` is held
+    out by a hash of their keys, and nothing of fewer distinct rows than `few_rows`. With `test`,
+    that is the test split, and tasks whose keys occur in it are left out of the training split.
+    Rows that are not meant are counted in `num_filtered`, and with `skip_broken` those of which no
+    task can be made in `num_skipped`; else a broken row is a DataError that names file and line.
+    No rows at all are a NothingToDoError.
     """
 
     def __init__(
@@ -31,8 +36,13 @@ class RowTasks:
         test: Iterable[SourceRow] | None = None,
         skip_broken: bool = False,
         is_meant: Callable[[SourceRow], bool] | None = None,
+        heldout: float = TEST_SHARE,
+        few_rows: int = 0,
     ) -> None:
         self.name = name
+        self.notes: Sequence[str] = ()
+        """What is to be said about the splits before a run."""
+        self._heldout = heldout
         self.num_skipped = 0
         self.num_filtered = 0
         self.num_contaminated = 0
@@ -41,6 +51,8 @@ class RowTasks:
         self._make_draft = make_draft
         self._skip_broken = skip_broken
         rows = self._read(train, None if test is None else "train")
+        if test is None and len({key for key, _ in rows}) < few_rows:
+            rows = [(key, replace(task, split="train")) for key, task in rows]
         if test is not None:
             held_out = self._read(test, "test")
             keys = {key for key, _ in held_out}
@@ -89,20 +101,34 @@ class RowTasks:
                 continue
             if draft.split not in (None, *SPLITS):
                 raise DataError(f"{row.where}: split {draft.split!r} is not one of {SPLITS}")
-            # The hash makes the id follow the content: an edited row is another task.
-            id = f"{row.label}-{content_hash(draft.data)[:8]}"
-            of = split or draft.split or split_of(draft.key)
-            keyed.append((draft.key, Task(id=id, data=draft.data, split=of)))
+            of = split or draft.split or split_of(draft.key, self._heldout)
+            keyed.append((draft.key, task_of_row(row, draft, of)))
         return keyed
 
     def _of(self, split: str) -> list[Task]:
         tasks = self._tasks[split]
         if not tasks:
             raise NothingToDoError(
-                f"{self.name} has no task in split {split!r}",
-                hints=["give a larger file, or files for both: path=FILE test_path=FILE"],
+                f"{self.name} has no task in split {split!r}", hints=NO_TASK_HINTS
             )
         return tasks
+
+
+def task_of_row(row: SourceRow, draft: Draft, split: str) -> Task:
+    """Return the task of a row; its id follows the content: an edited row is another task."""
+    id = f"{row.label}-{content_hash(draft.data)[:8]}"
+    return Task(id=id, data=draft.data, split=split)
+
+
+def question_of(task: Task) -> str:
+    """Return what a task asks: its field `question` or `prompt`, else all fields as text."""
+    for name in ("question", "prompt", "messages"):
+        value = task.data.get(name)
+        if isinstance(value, tuple) and value and isinstance(value[-1], Mapping):
+            value = value[-1].get("content")  # a dialogue: its last message
+        if isinstance(value, str):
+            return value
+    return json.dumps(thaw(task.data), sort_keys=True, ensure_ascii=False, default=str)
 
 
 def key_of_text(text: str) -> str:

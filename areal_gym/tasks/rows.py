@@ -22,6 +22,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from areal_gym.errors import DataError, GymError, NothingToDoError
 
 NUM_SAMPLED = 100
@@ -202,6 +205,21 @@ class JoinedRows(Rows):
         number = bisect_right(self._ends, index)
         start = self._ends[number - 1] if number else 0
         return self._parts[number][index - start]
+
+
+class SelectedRows(Rows):
+    """Some rows of others, in their order."""
+
+    def __init__(self, rows: Rows, indices: NDArray[np.int64]) -> None:
+        self.name = rows.name
+        self._rows = rows
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def _read(self, index: int) -> SourceRow:
+        return self._rows[int(self._indices[index])]
 
 
 def unnamed_file(directory: str | None = None) -> int:

@@ -48,11 +48,11 @@ def test_skipped_rows_are_reported(capsys, tmp_path):
     with train.open("a") as file:
         file.write('{"question": "d?", "answer": null}\n')
     test = questions(tmp_path / "test.jsonl", ["A?"])
-    settings = [f"path={train}", f"test_path={test}"]
-    code, _, err = run(capsys, "show", "math", *settings)
+    tasks = f"data: {train}, test: {test}"
+    code, _, err = run(capsys, "show", "math", f"tasks={{{tasks}}}")
     assert code == 2
     assert "train.jsonl, line 4" in err
-    code, out, err = run(capsys, "show", "math", *settings, "skip_broken=true")
+    code, out, err = run(capsys, "show", "math", f"tasks={{{tasks}, skip_broken: true}}")
     assert code == 0
     assert len(out.splitlines()) == 3
     assert "train: 2 tasks" in err
@@ -66,11 +66,12 @@ def test_contamination_exits_with_an_error_code(capsys, tmp_path, train, code):
     heldout = questions(tmp_path / "h.jsonl", [f"{words} what?"])
     text = f"{words} what!" if train == "same" else "something else"
     learned = questions(tmp_path / "t.jsonl", [text])
-    got, out, err = run(capsys, "check", "math", f"path={learned}", f"test_path={heldout}")
+    tasks = f"tasks={{data: {learned}, test: {heldout}}}"
+    got, out, err = run(capsys, "check", "math", tasks)
     assert got == code
     assert f"{code} of 1 questions in test are in train" in err
     assert ("0.92" in out) == bool(code)
-    got, out, _ = run(capsys, "check", "math", f"path={learned}", f"test_path={heldout}", "--json")
+    got, out, _ = run(capsys, "check", "math", tasks, "--json")
     assert got == code
     assert len(json.loads(out)["overlaps"]) == code
 

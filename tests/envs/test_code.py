@@ -21,7 +21,7 @@ PLAIN = {
 def make_started(tmp_path, row=PLAIN, **kwargs):
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps(row))
-    env = areal_gym.make("code", path=path, test_path=path, **kwargs)
+    env = areal_gym.make("code", tasks={"data": path, "test": path}, **kwargs)
     env.reset(options={"split": "test", "index": 0})
     return env
 

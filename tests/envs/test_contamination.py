@@ -87,7 +87,7 @@ def test_where_filters_rows_by_fields(tmp_path):
     path = questions(tmp_path / "q.jsonl", rows)
 
     def count(**where):
-        env = areal_gym.make("math", path=path, where=where)
+        env = areal_gym.make("math", tasks={"data": path, "where": where})
         return env.num_tasks("train") + env.num_tasks("test")
 
     assert count(subject="A") == 50
@@ -101,5 +101,5 @@ def test_where_filters_rows_by_fields(tmp_path):
     assert caught.value.hints[0] == "did you mean 'subject'?"
     with pytest.raises(UsageError, match="where level"):
         count(level={"most": 3})
-    with pytest.raises(UsageError, match="there is neither"):
-        areal_gym.make("math", where={"level": 1})
+    with pytest.raises(UsageError, match="tasks has 'where', but no data"):
+        areal_gym.make("math", tasks={"where": {"level": 1}})

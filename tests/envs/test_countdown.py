@@ -65,7 +65,7 @@ DATA = SHARED / "data" / "countdown"
 
 @pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")
 def test_countdown_tasks_of_files():
-    env = CountdownEnv(path=DATA / "train.jsonl.gz", test_path=DATA / "test.jsonl")
+    env = CountdownEnv(tasks={"data": DATA / "train.jsonl.gz", "test": DATA / "test.jsonl"})
     assert (env.num_tasks("train"), env.num_tasks("test")) == (4000, 500)
     for index in range(500):
         env.reset(options={"split": "test", "index": index})
@@ -75,7 +75,7 @@ def test_countdown_tasks_of_files():
 @pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")
 def test_unsolvable_tasks_have_no_gold_action():
     file = DATA / "unsolvable.jsonl"
-    env = CountdownEnv(path=file, test_path=file)
+    env = CountdownEnv(tasks={"data": file, "test": file})
     env.reset(options={"split": "test", "index": 0})
     assert env.step(env.gold_action()).reward == 0.0
 
@@ -88,4 +88,4 @@ def test_broken_countdown_rows_are_named(tmp_path, row):
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n" + json.dumps(row))
     with pytest.raises(DataError, match=r"c\.jsonl, line 2: nums = "):
-        CountdownEnv(path=path)
+        CountdownEnv(tasks=path)

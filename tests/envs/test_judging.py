@@ -140,7 +140,7 @@ def test_results_forged_to_break_the_comparison_are_wrong(tmp_path, wanted):
     path = tmp_path / "rows.jsonl"
     tests = [{"args": [n], "result": wanted} for n in range(len(FORGED))]
     path.write_text(json.dumps({"question": "?", "entry_point": "f", "tests": tests}))
-    env = areal_gym.make("code", path=path, test_path=path)
+    env = areal_gym.make("code", tasks={"data": path, "test": path})
     env.reset(options={"split": "test", "index": 0})
     code = (
         f"TEXTS = {FORGED!r}\nclass E:\n    def __init__(self, n): self.n = n\n"
@@ -156,7 +156,7 @@ def test_forged_result_list_is_wrong(tmp_path, value):
     path = tmp_path / "rows.jsonl"
     tests = [{"args": [1], "result": 1}]
     path.write_text(json.dumps({"question": "?", "entry_point": "f", "tests": tests}))
-    env = areal_gym.make("code", path=path, test_path=path)
+    env = areal_gym.make("code", tasks={"data": path, "test": path})
     env.reset(options={"split": "test", "index": 0})
     code = (
         f"import builtins\nclass R(list):\n    def __repr__(self): return {value!r}\n"
@@ -178,7 +178,7 @@ NASTY = [
 def test_adversarial_answers_do_not_fail_a_math_episode(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "?", "answer": "\\sqrt{2}"}))
-    env = areal_gym.make("math", path=path, test_path=path)
+    env = areal_gym.make("math", tasks={"data": path, "test": path})
     for answer in NASTY:
         env.reset(options={"split": "test", "index": 0})
         step = env.step(f"\\boxed{{{answer}}}")

@@ -57,7 +57,12 @@ def test_file_questions_are_graded_symbolically(tmp_path):
         {"problem": "Root?", "solution": r"\sqrt{3}/3"},
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
-    env = MathEnv(path=path, test_path=path, question_field="problem", answer_field="solution")
+    env = MathEnv(
+        tasks={
+            **{"data": path, "test": path},
+            "fields": {"question": "problem", "answer": "solution"},
+        }
+    )
     assert (env.num_tasks("train"), env.num_tasks("test")) == (0, 2)
     for index, answer in enumerate(["0.5", r"\frac{1}{\sqrt{3}}"]):
         env.reset(options={"split": "test", "index": index})
@@ -110,9 +115,9 @@ def test_public_questions_are_read_from_the_data_directory(monkeypatch, env_id, 
 def test_row_without_answer_is_named_or_skipped(monkeypatch):
     file = DATA / "math_train" / "train.jsonl.gz"
     with pytest.raises(DataError, match="line 887: field 'answer' is None") as caught:
-        MathEnv(path=file, question_field="problem")
+        MathEnv(tasks={"data": file, "fields": {"question": "problem"}})
     assert "skip_broken=true" in caught.value.hints[0]
-    env = MathEnv(path=file, question_field="problem", skip_broken=True)
+    env = MathEnv(tasks={"data": file, "fields": {"question": "problem"}, "skip_broken": True})
     assert env.task_source.num_skipped == 4
 
 
@@ -138,7 +143,7 @@ def test_broken_csv_is_named_with_its_row(tmp_path):
     path = tmp_path / "q.csv"
     path.write_text('question,answer\n"never closed,1\n')
     with pytest.raises(DataError, match=r"q\.csv, row 1: not CSV: unexpected end of data"):
-        MathEnv(path=path)
+        MathEnv(tasks=path)
 
 
 @pytest.mark.parametrize("suffix", [".json", ".csv", ".parquet"])
@@ -151,7 +156,7 @@ def test_json_csv_and_parquet_files(tmp_path, suffix):
         datasets = pytest.importorskip("datasets", reason="the extra `data` is not installed")
         table = datasets.Dataset.from_list(rows)
         table.to_csv(path) if suffix == ".csv" else table.to_parquet(path)
-    env = MathEnv(path=path)
+    env = MathEnv(tasks=path)
     assert env.num_tasks("train") + env.num_tasks("test") == 50
     env.reset(options={"split": "train", "index": 0})
     assert env.step(env.gold_action()).reward == 1.0
@@ -159,21 +164,19 @@ def test_json_csv_and_parquet_files(tmp_path, suffix):
 
 def test_unavailable_dataset_error_names_it():
     with pytest.raises((DataError, ConfigError)) as caught:
-        MathEnv(dataset="no-such-owner/no-such-dataset")
+        MathEnv(tasks="no-such-owner/no-such-dataset")
     assert "no-such-owner/no-such-dataset" in str(caught.value)
     assert caught.value.hints
 
 
 def test_wrong_math_arguments_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="two sources"):
-        MathEnv(path=tmp_path, dataset="gsm8k")
-    with pytest.raises(UsageError, match="test_path goes with path"):
-        MathEnv(test_path=tmp_path)
-    with pytest.raises(DataError, match="unknown kind of file"):
-        MathEnv(path=tmp_path / "q.txt")
+    with pytest.raises(UsageError, match="tasks has 'test', but no data"):
+        MathEnv(tasks={"test": tmp_path})
+    with pytest.raises(DataError, match="No such file"):
+        MathEnv(tasks=tmp_path / "q.txt")
     with pytest.raises(UsageError, match="at least one turn"):
         MathEnv(max_turns=0)
     with pytest.raises(UsageError, match="no level 9"):
         MathEnv(level=9)
     with pytest.raises(DataError, match="cannot read"):
-        MathEnv(path="no/such/file.jsonl")
+        MathEnv(tasks="no/such/file.jsonl")

@@ -32,7 +32,7 @@ def test_mix_indices_alternate_by_weight():
 def test_mix_passes_over_exhausted_environments(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text("".join(f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(3)))
-    few = {"id": "math", "kwargs": {"path": str(path), "test_path": str(path)}}
+    few = {"id": "math", "kwargs": {"tasks": {"data": str(path), "test": str(path)}}}
     env = areal_gym.make("mix", envs=[few, {"id": "countdown"}])
     for index in range(10):
         env.reset(options={"split": "test", "index": index})

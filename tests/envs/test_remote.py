@@ -126,7 +126,7 @@ def test_remote_file_environment_has_its_number_of_tasks(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def make():
-        return areal_gym.make("math", path=str(path))
+        return areal_gym.make("math", tasks=str(path))
 
     with serving(make) as server:
         remote, local = RemoteEnv(server.url), make()

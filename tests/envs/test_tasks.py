@@ -85,7 +85,8 @@ def write(path, rows):
 
 
 def source_of(path, **kwargs):
-    return MathEnv(path=path, **kwargs).task_source
+    with pytest.warns(DeprecationWarning, match="give way to tasks="):
+        return MathEnv(path=path, **kwargs).task_source
 
 
 def test_unknown_split_is_refused(tmp_path):

@@ -252,7 +252,7 @@ def test_max_tool_calls_refuses_and_counts():
 def test_tir_questions_of_a_file(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps({"question": "A third of a half?", "answer": "1/6"}))
-    env = TirEnv(path=path, test_path=path, sandbox=FixedSandbox())
+    env = TirEnv(tasks={"data": path, "test": path}, sandbox=FixedSandbox())
     env.reset(options={"split": "test", "index": 0})
     assert env.step(r"\boxed{\frac{1}{6}}").reward == 1.0
     env.reset(options={"split": "test", "index": 0})

@@ -34,7 +34,7 @@ CHECKED = {
 def graded(tmp_path, row, code):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
-    env = areal_gym.make("code", path=path, test_path=path)
+    env = areal_gym.make("code", tasks={"data": path, "test": path})
     env.reset(options={"split": "test", "index": 0})
     step = env.step(f"```python\n{code}\n```")
     return step.reward, step.info["metrics"]

@@ -186,7 +186,7 @@ def test_generated_environments_offer_their_levels(env_class):
 def test_curriculum_chooses_file_questions_by_index(tmp_path):
     rows = (json.dumps({"question": f"{n}+1?", "answer": n + 1}) for n in range(50))
     (tmp_path / "q.jsonl").write_text("\n".join(rows))
-    env = MathEnv(path=tmp_path / "q.jsonl")
+    env = MathEnv(tasks=tmp_path / "q.jsonl")
     assert not env.difficulties
     curriculum = SuccessRateCurriculum()
     curriculum.prepare(env, "train")

@@ -208,7 +208,7 @@ def test_hanging_policy_is_cancelled():
 def test_small_splits_are_repeated(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text('{"question": "1?", "answer": "1"}\n{"question": "2?", "answer": "2"}')
-    kwargs = {"path": str(path), "test_path": str(path)}
+    kwargs = {"tasks": {"data": str(path), "test": str(path)}}
     played = areal_gym.rollout(solver, "math", n=5, env_kwargs=kwargs)
     assert [t.group_id for t in played] == [f"g{n % 2:06d}" for n in range(5)]
     with pytest.raises(NothingToDoError, match="has no tasks"):

@@ -268,7 +268,7 @@ def test_environment_without_tasks_is_refused(policy, tmp_path):
     file = tmp_path / "empty.jsonl"
     file.write_text("")
     with pytest.raises((NothingToDoError, ConfigError, ValueError)):
-        train(config_of(policy, f"env.kwargs.path={file}", env="math"), run_dir=tmp_path / "run")
+        train(config_of(policy, f"env.kwargs.tasks={file}", env="math"), run_dir=tmp_path / "run")
 
 
 def test_two_sigterms_lose_nothing_and_the_run_resumes(policy, tmp_path):

@@ -96,7 +96,7 @@ def test_environment_without_gold_policy_is_refused():
     assert "engine.model=" in error.value.hints[0]
 
 
-@pytest.mark.parametrize("kwargs", [{"path": "questions.jsonl"}, {"tools": ["calculator"]}])
+@pytest.mark.parametrize("kwargs", [{"tasks": "questions.jsonl"}, {"tools": ["calculator"]}])
 def test_other_tir_questions_use_the_gold_policy(kwargs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = "".join(f'{{"question": "What is {n}+1?", "answer": "{n + 1}"}}\n' for n in range(20))

@@ -98,7 +98,8 @@ class Benchmark:
         kwargs = dict(self.env_kwargs)
         if self.data is not None:
             # Both splits are the same file: its rows are held out, and none is left to train on.
-            kwargs |= dict.fromkeys(("path", "test_path"), str(self.data.find(self.id)))
+            file = str(self.data.find(self.id))
+            kwargs["tasks"] = {"data": file, "test": file, **kwargs.get("tasks", {})}
         settings: dict[str, Any] = {
             "env.id": self.env,
             "env.kwargs": kwargs,

@@ -43,7 +43,7 @@ GSM8K = Benchmark(
 MATH500 = Benchmark(
     id="math500",
     env="math",
-    env_kwargs={"question_field": "problem"},
+    env_kwargs={"tasks": {"fields": {"question": "problem"}}},
     data=DataFile(
         place="math500/test.jsonl",
         url=f"{_SIMPLE_RL}/math500/test.jsonl",
@@ -66,7 +66,7 @@ def _aime(year: int, data: DataFile, licence: str, tested: str) -> Benchmark:
     return Benchmark(
         id=f"aime{year % 100}",
         env="math",
-        env_kwargs={"question_field": "problem"},
+        env_kwargs={"tasks": {"fields": {"question": "problem"}}},
         data=data,
         num_tasks=30,
         num_samples=16,

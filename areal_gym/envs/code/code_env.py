@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 from areal_gym.envs.base import Response
@@ -21,11 +20,12 @@ from areal_gym.envs.code.code_tasks import CODE_LEVELS, as_call, code_draft, cod
 from areal_gym.envs.code.statements import order_of
 from areal_gym.envs.code.verification import PASSED, UNVERIFIABLE, verify
 from areal_gym.envs.judging import JudgingBoundary
-from areal_gym.envs.questions import QuestionEnv, file_tasks
+from areal_gym.envs.old_arguments import takes_old_files
+from areal_gym.envs.questions import QuestionEnv
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus
-from areal_gym.tasks import TaskSource
+from areal_gym.tasks.given_tasks import open_tasks
 from areal_gym.types import Message, thaw
 
 _MAX_CODE = 32_768
@@ -52,6 +52,7 @@ def _tried(_test):
 """
 
 
+@takes_old_files(code_draft, "skip_broken")
 class CodeEnv(QuestionEnv):
     r"""Write a function; hidden tests call it in a sandbox.
 
@@ -72,9 +73,8 @@ class CodeEnv(QuestionEnv):
 
     Args:
         level: 1 (two steps on a number) to 3 (filter, map and reduce a list).
-        path: a file of tasks instead of generated ones.
-        test_path: a file of held-out tasks; without it a tenth of `path` is held out.
-        skip_broken: leave broken rows out.
+        tasks: tasks of your own instead of generated ones: a file, a data set of the hub, a list,
+            settings such as {"data": FILE, "test": FILE, "skip_broken": true}, or a task source.
         all_or_nothing: reward 1 when all tests pass, else 0.
         statements_s: seconds for all tests of a task that are statements, of which a tenth may be
             processor time; thousands of calls, as in EvalPlus, need minutes on a busy machine.
@@ -94,22 +94,17 @@ class CodeEnv(QuestionEnv):
         self,
         *,
         level: int = 1,
-        path: str | Path | None = None,
-        test_path: str | Path | None = None,
-        skip_broken: bool = False,
+        tasks: Any = None,
         all_or_nothing: bool = False,
         statements_s: float = 20.0,
         max_turns: int = 1,
         sandbox: Sandbox | str = "process",
         render_mode: str | None = None,
     ) -> None:
-        tasks: TaskSource = (
-            code_tasks(level)
-            if path is None
-            else file_tasks(path, test_path, code_draft, skip_broken=skip_broken)
-        )
         super().__init__(
-            tasks, levels=code_tasks if path is None else None, render_mode=render_mode
+            code_tasks(level) if tasks is None else open_tasks(tasks, code_draft),
+            levels=code_tasks if tasks is None else None,
+            render_mode=render_mode,
         )
         if max_turns < 1 or not statements_s > 0:
             raise UsageError(

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, require_dialect, write_call
 from areal_gym.envs.base import Response
 from areal_gym.envs.grading import extract_answer
-from areal_gym.envs.questions import QuestionEnv, file_tasks
+from areal_gym.envs.old_arguments import takes_old_files
+from areal_gym.envs.questions import QuestionEnv
 from areal_gym.envs.search.corpus import Hit
 from areal_gym.envs.search.generated_world import world
 from areal_gym.envs.search.retrievers import Retriever
@@ -22,6 +23,7 @@ from areal_gym.envs.tools import chosen_tools, cut_text, one_argument_tool
 from areal_gym.errors import ConfigError, ToolError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.tasks import Draft, RowTasks, key_of_text
+from areal_gym.tasks.given_tasks import open_tasks
 from areal_gym.tasks.row_checks import text_field, texts_field
 from areal_gym.tasks.rows import SourceRow
 from areal_gym.types import Message
@@ -37,6 +39,22 @@ _VERDICTS = {"yes", "no", "noanswer"}
 """Answers without a partial F1, since half a verdict is worthless (HotpotQA)."""
 
 
+def search_draft(row: SourceRow) -> Draft:
+    """Convert a row with `answers`, or one `answer`; `support` and `queries` are lists of texts."""
+    question = text_field(row, "question")
+    is_several = "answers" in row.data
+    answers = texts_field(row, "answers") if is_several else [text_field(row, "answer")]
+    data: dict[str, Any] = {"question": question, "answers": answers}
+    for name in ("support", "queries"):
+        if row.data.get(name):
+            data[name] = texts_field(row, name)
+    for name in ("hops", "type"):
+        if isinstance(row.data.get(name), int | str):
+            data[name] = row.data[name]
+    return Draft(key_of_text(question), data, row.data.get("split"))
+
+
+@takes_old_files(search_draft, "skip_broken", "where", path="questions", test="test_questions")
 class SearchEnv(QuestionEnv):
     r"""Multi-hop questions with a search engine.
 
@@ -60,8 +78,9 @@ class SearchEnv(QuestionEnv):
     Args:
         hops: of the built-in questions, how many passages they take (1 to 3); None is all.
         corpus: a file of passages ({"id", "title", "text"}); None is the built-in world.
-        questions: a file of questions ({"question", "answers", "support"}) about the corpus.
-        test_questions: a file of held-out questions.
+        tasks: questions about the corpus, {"question", "answers", "support"}: a file, a data set
+            of the hub, a list, settings such as {"data": FILE, "test": FILE, "where": {"hops": 2},
+            "skip_broken": true}, or a task source.
         retriever: who searches: "bm25", "http", or a plugin's (`areal-gym list retrievers`).
         retriever_kwargs: its arguments, such as {"url": ...}.
         tools: which of "search", "batch_search" and "open" there are.
@@ -74,9 +93,6 @@ class SearchEnv(QuestionEnv):
         score: what is rewarded: "em" or "f1".
         citations: which share of the reward is for citing the supporting passages.
         tool_dialect: how calls are written; by default as the model's own chat template does.
-        skip_broken: leave rows out that have no question or no answer.
-        where: only questions of a file whose fields have these values: {"hops": 2},
-            {"type": ["bridge", "comparison"]}, {"hops": {"min": 2}}.
 
     Raises:
         ConfigError: the retriever needs a package that is not installed.
@@ -91,8 +107,7 @@ class SearchEnv(QuestionEnv):
         *,
         hops: Sequence[int] | None = (1, 2),
         corpus: str | Path | None = None,
-        questions: str | Path | None = None,
-        test_questions: str | Path | None = None,
+        tasks: Any = None,
         retriever: str = "bm25",
         retriever_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[str] = ("search", "open"),
@@ -105,25 +120,25 @@ class SearchEnv(QuestionEnv):
         score: Literal["em", "f1"] = "em",
         citations: float = 0.0,
         tool_dialect: str | None = None,
-        skip_broken: bool = False,
-        where: Mapping[str, Any] | None = None,
         render_mode: str | None = None,
     ) -> None:
-        if (corpus is not None and questions is None) or (
-            questions is not None and corpus is None and retriever == "bm25"
+        if (corpus is not None and tasks is None) or (
+            tasks is not None and corpus is None and retriever == "bm25"
         ):
-            raise UsageError("corpus and questions go together: a file of passages, and questions")
+            raise UsageError(
+                "corpus and questions go together: a file of passages, and questions",
+                hints=["corpus=passages.jsonl tasks=questions.jsonl"],
+            )
         if score not in ("em", "f1") or not 0 <= citations < 1:
             raise UsageError(
                 f'score = {score!r}, citations = {citations!r}: "em" or "f1", and 0 to below 1'
             )
-        if questions is None:
-            tasks = _world_tasks(None if hops is None else tuple(hops))
-        else:
-            tasks = file_tasks(
-                questions, test_questions, _draft, skip_broken=skip_broken, where=where
-            )
-        super().__init__(tasks, render_mode=render_mode)
+        super().__init__(
+            _world_tasks(None if hops is None else tuple(hops))
+            if tasks is None
+            else open_tasks(tasks, search_draft),
+            render_mode=render_mode,
+        )
         self.max_turns = max_turns
         self.max_tool_calls = max_tool_calls
         self.tool_dialect = tool_dialect and require_dialect(tool_dialect)
@@ -269,22 +284,7 @@ def _world_tasks(hops: tuple[int, ...] | None) -> RowTasks:
     ]
     if not rows:
         raise UsageError(f"hops = {hops}: the built-in questions have 1, 2 or 3")
-    return RowTasks("the built-in world", rows, _draft)
-
-
-def _draft(row: SourceRow) -> Draft:
-    """Convert a row with `answers`, or one `answer`; `support` and `queries` are lists of texts."""
-    question = text_field(row, "question")
-    is_several = "answers" in row.data
-    answers = texts_field(row, "answers") if is_several else [text_field(row, "answer")]
-    data: dict[str, Any] = {"question": question, "answers": answers}
-    for name in ("support", "queries"):
-        if row.data.get(name):
-            data[name] = texts_field(row, name)
-    for name in ("hops", "type"):
-        if isinstance(row.data.get(name), int | str):
-            data[name] = row.data[name]
-    return Draft(key_of_text(question), data, row.data.get("split"))
+    return RowTasks("the built-in world", rows, search_draft)
 
 
 @cache

@@ -18,7 +18,7 @@ SMALL = (
     *("rollout.max_new_tokens=16", "engine.num_slots=8", "eval.num_tasks=2"),
 )
 # Filters need a policy that is sometimes right: it says 2.
-TWOS = ("engine.model={policy}", "env.kwargs.path=twos.jsonl", "rollout.group_size=4")
+TWOS = ("engine.model={policy}", "env.kwargs.tasks=twos.jsonl", "rollout.group_size=4")
 FEW_EXAMPLES = ("data.num_examples=16", "data.batch_size=4")
 EXTRA_ARGUMENTS = (
     (r"^areal-gym train (?!.*--dry-run)", SMALL),

@@ -133,7 +133,7 @@ def test_search_r1_contents_start_with_the_title(tmp_path):
     ],
 )
 def test_public_questions_can_be_searched_and_answered(open_index, corpus, questions, num_test):
-    env = areal_gym.make("search", corpus=DATA / corpus, questions=DATA / questions, top_k=10)
+    env = areal_gym.make("search", corpus=DATA / corpus, tasks=DATA / questions, top_k=10)
     assert num_test is None or env.num_tasks("test") == num_test
     num_found = 0
     for index in range(30):
@@ -268,4 +268,4 @@ def test_retriever_plugin_is_used():
 
 def test_questions_without_corpus_are_refused(tmp_path):
     with pytest.raises(UsageError, match="go together"):
-        areal_gym.make("search", questions=tmp_path / "q.jsonl")
+        areal_gym.make("search", tasks=tmp_path / "q.jsonl")

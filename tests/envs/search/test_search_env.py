@@ -150,7 +150,7 @@ def test_broken_question_rows_are_named(tmp_path, row, problem):
     corpus.write_text('{"id": "a", "text": "b"}')
     questions.write_text(json.dumps(row))
     with pytest.raises(DataError, match=problem) as caught:
-        areal_gym.make("search", corpus=corpus, questions=questions)
+        areal_gym.make("search", corpus=corpus, tasks=questions)
     assert f"{questions}, line 1" in str(caught.value)
 
 
