@@ -113,7 +113,7 @@ def make_model(job: Job) -> Rows:
 def measure_step(job: Job, length: int, *, recomputes: bool) -> Rows:
     """Take packed steps on sequences of one length; the plan simulates the same step."""
     from areal_gym.plan.run_plan import plan_run
-    from areal_gym.plan.simulated_step import full_group
+    from areal_gym.plan.simulated_trainers import full_group
 
     num_microbatches = 2 if job.is_toy else 4
     budget = 2 * length if job.is_toy else max(length, 16_384)

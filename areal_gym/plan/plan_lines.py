@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from areal_gym.config import RunConfig
+from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.models.device import pick_device
 from areal_gym.models.hub import is_hub_name
 from areal_gym.plan.model_to_plan import model_to_plan
@@ -69,11 +70,16 @@ def describe_memory(config: RunConfig) -> list[str]:
     step = simulate_step(config, model, is_cpu=is_cpu or config.trainer.device == "cpu")
     shape, num_ranks = step.shape, config.trainer.num_ranks
     each = _each(num_ranks, "rank")
-    tokens = config.rollout.max_in_flight * engine.max_context
-    return [
+    memory = (
         f"memory: a policy of {shape.num_parameters / 1e9:.2f} billion parameters; {each} takes "
         f"{gigabytes(sum(step.peak.values()))} GB = {_listed(step.peak)}, simulated; "
-        "areal-gym plan says more",
+        "areal-gym plan says more"
+    )
+    if config.objective in SUPERVISED:  # nothing is sampled but for an evaluation
+        return [memory]
+    tokens = config.rollout.max_in_flight * engine.max_context
+    return [
+        memory,
         f"engine: {gigabytes(2 * shape.num_parameters)} GB weights in bfloat16, "
         f"{shape.cache_bytes_per_token / 1e3:.0f} kB of cache a token; "
         f"{config.rollout.max_in_flight:,} in flight, all of {engine.max_context:,} tokens, would "

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from areal_gym.config import RunConfig
+from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.errors import UsageError
 from areal_gym.models.flops import training_flops
 from areal_gym.models.gpus import Gpu, gpu_named
@@ -165,7 +166,7 @@ def plan_run(
     servers = _servers(config, model, figures)  # what cannot be served is said at once
     step = simulate_step(config, model)
     tokens = tokens_per_episode or config.engine.max_context // 2
-    step_tokens = config.rollout.batch_groups * config.rollout.group_size * tokens
+    step_tokens = _sequences(config) * tokens
     servers = _servers(config, model, figures, step.shape)
     training = _training(config, step, step_tokens, tokens)
     estimate, traffic = _estimate(config, step, servers, training, figures, tokens)
@@ -232,7 +233,8 @@ def _training(config: RunConfig, step: SimulatedStep, step_tokens: int, length: 
     trainer = config.trainer
     share = step_tokens / trainer.layout.num_data_ranks / step.num_tokens
     num_microbatches = max(1, math.ceil(share))
-    costs = step.costs(num_microbatches, trainer.minibatches)
+    num_updates = 1 if config.objective in SUPERVISED else trainer.minibatches
+    costs = step.costs(num_microbatches, num_updates)
     flops = (step.looks.flops + step.microbatch.flops) * share
     pairs = _pairs(step.shape, step_tokens, length) / trainer.num_ranks
     passes = 3 + trainer.recompute_layers
@@ -242,7 +244,7 @@ def _training(config: RunConfig, step: SimulatedStep, step_tokens: int, length: 
         num_looks=passes * step.looks.flops / max(1, step.microbatch.flops),
         recomputes=trainer.recompute_layers,
         updated_bytes=sum(step.peak.get(kind, 0) for kind in _TRAINED),
-        num_updates=trainer.minibatches,
+        num_updates=num_updates,
     )
 
 
@@ -265,11 +267,11 @@ def _estimate(
         seconds["offload"] = 2 * _kept_bytes(step) / HOST_BANDWIDTH  # there, and back
         limits["offload"] = "host bandwidth"
     seconds["publish"], limits["publish"] = publication_seconds(num_bytes, weight_sync)
-    if servers.cache_tokens:
+    if servers.cache_tokens and config.objective not in SUPERVISED:
         seconds["generate"], limits["generate"] = generation_seconds(
             servers,
             gpu,
-            step_tokens=config.rollout.batch_groups * config.rollout.group_size * tokens,
+            step_tokens=_sequences(config) * tokens,
             tokens=tokens,
             max_in_flight=config.rollout.max_in_flight,
             flops_per_token=2.0 * step.shape.num_active_parameters,
@@ -285,6 +287,13 @@ def _estimate(
     if weight_sync == "distributed" and servers.num_servers:
         traffic["broadcast"] += num_bytes
     return Estimate(seconds=seconds, limits=limits), dict(traffic)
+
+
+def _sequences(config: RunConfig) -> int:
+    """Return the episodes, or the rows of examples, that a step trains on."""
+    if config.objective not in SUPERVISED:
+        return config.rollout.batch_groups * config.rollout.group_size
+    return config.data.batch_size * (1 if config.objective == "sft" else 2)
 
 
 def _pairs(shape: ModelShape, num_tokens: float, length: int) -> float:

@@ -23,6 +23,7 @@ from areal_gym.models.context_parallel import ContextGroup
 from areal_gym.models.flat_batch import Block, Segment
 from areal_gym.models.hf.hf_loading import Sharding
 from areal_gym.models.hf.hf_policy import HFPolicy
+from areal_gym.models.hf.hf_reward_model import HFRewardModel
 from areal_gym.models.policy_model import ModelShape, Pack, PolicyModel
 from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
@@ -32,6 +33,7 @@ from areal_gym.models.tiny.kernels import (
     pointwise_kernels,
     product_kernels,
 )
+from areal_gym.models.tiny.scored_decoder import RewardModel
 from areal_gym.plan.network_shapes import network_of_shapes
 from areal_gym.trainer import chunked_logprobs
 
@@ -56,16 +58,27 @@ class ModelMaker:
         self._sharding = sharding
         self._mode = mode
 
-    def make(self, *, is_frozen: bool = False, is_trunk: bool = False) -> PolicyModel:
+    def make(
+        self, *, is_frozen: bool = False, is_trunk: bool = False, is_reward_model: bool = False
+    ) -> PolicyModel:
         """Return a model; a frozen one has weights in the type that is computed in."""
         if isinstance(self._config, DecoderConfig):
-            return _simulated_decoder(self._config, self._mode)
+            kind = RewardModel if is_reward_model else Decoder
+            return _simulated_decoder(kind, self._config, self._mode)
         dtype = torch.bfloat16 if self._is_short and is_frozen else torch.float32
         with unset_fake_temporarily():  # the ranks' mesh holds numbers
             network = network_of_shapes(
-                self._config, self._sharding, mode=self._mode, dtype=dtype, is_trunk=is_trunk
+                self._config,
+                self._sharding,
+                mode=self._mode,
+                dtype=dtype,
+                is_trunk=is_trunk or is_reward_model,
             )
-            return _SimulatedPolicy(network, self)
+            if not is_reward_model:
+                return _SimulatedPolicy(network, self)
+            with self._mode:
+                weight_1C = torch.zeros(1, self._config.get_text_config().hidden_size)
+            return _SimulatedRewardModel(network, weight_1C, self)
 
 
 class _SimulatedPolicy(HFPolicy):
@@ -77,9 +90,20 @@ class _SimulatedPolicy(HFPolicy):
         """Nothing to compare: there are no values."""
 
 
-def _simulated_decoder(config: DecoderConfig, mode: FakeTensorMode) -> Decoder:
+class _SimulatedRewardModel(HFRewardModel):
+    def __init__(self, network: Any, weight_1C: Tensor, maker: ModelMaker) -> None:
+        super().__init__(network, weight_1C)
+        self.is_sharded = maker._sharding is not None
+
+    def check_packing(self, pack: Pack, dtype: torch.dtype) -> None:
+        """Nothing to compare: there are no values."""
+
+
+def _simulated_decoder(
+    kind: type[Decoder], config: DecoderConfig, mode: FakeTensorMode
+) -> PolicyModel:
     with unset_fake_temporarily():
-        decoder = Decoder(config, device="meta")
+        decoder = kind(config, device="meta")
     with mode:
         for module in decoder.modules():
             for name, parameter in module.named_parameters(recurse=False):

@@ -20,10 +20,14 @@ _IMPORTED = [
 ]
 
 
-def on_ranks(num_ranks, function, *arguments):
-    """Return what `function(rank, *arguments)`, importable by name, returns on each rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+def on_ranks(num_ranks, function, *arguments, start="forkserver"):
+    """Return what `function(rank, *arguments)`, importable by name, returns on each rank.
+
+    With `start="spawn"` ranks are programs of their own, which share no memory.
+    """
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(_IMPORTED)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = f"tcp://127.0.0.1:{probe.getsockname()[1]}"

@@ -170,3 +170,18 @@ def test_rings_over_nodes_use_every_network_card():
     assert alone == pytest.approx(whole / (LINK_EFFICIENCY * NETWORK_BANDWIDTH))
     exchanged = transfer_seconds(Link("all-to-all", tuple(range(16))), whole, gpu)
     assert exchanged == pytest.approx(whole / 2 / (LINK_EFFICIENCY * NETWORK_BANDWIDTH))
+
+
+def test_objectives_on_fixed_data_are_planned_by_their_own_step(model, areal_gym):
+    plans = {}
+    for objective in ("sft", "dpo", "rm"):
+        words = (f"engine.model={model}", f"objective={objective}", "data.batch_size=8")
+        done = areal_gym("plan", *words, "--tokens", "64", "--json")
+        assert done.code == 0, done.err
+        plans[objective] = json.loads(done.out)
+    tokens = {objective: plan["step_tokens"] for objective, plan in plans.items()}
+    assert (tokens["sft"], tokens["dpo"], tokens["rm"]) == (8 * 64, 16 * 64, 16 * 64)
+    frozen = {objective: plan["rank_bytes"].get("frozen", 0) for objective, plan in plans.items()}
+    assert frozen["dpo"] == 4 * plans["dpo"]["num_parameters"]  # the reference
+    assert frozen["sft"] == frozen["rm"] == 0
+    assert plans["rm"]["logits_bytes"] == 0 < plans["sft"]["logits_bytes"]

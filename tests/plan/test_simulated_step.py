@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -15,10 +16,14 @@ from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.models.tiny.hf_config import config_from_hf
 from areal_gym.plan.memory_tracker import MemoryTracker, labelled_training
 from areal_gym.plan.operation_costs import Link
-from areal_gym.plan.simulated_step import full_group, simulate_step
+from areal_gym.plan.simulated_step import simulate_step
+from areal_gym.plan.simulated_trainers import full_examples, full_group
 from areal_gym.plugins import registry
 from areal_gym.trainer.chunked_logprobs import chunk_tokens
-from areal_gym.trainer.parallel.fsdp import load_for_training
+from areal_gym.trainer.objectives.dpo import Dpo
+from areal_gym.trainer.objectives.reward_model import BradleyTerry
+from areal_gym.trainer.objectives.supervised import Sft, Supervised
+from areal_gym.trainer.parallel.fsdp import drop_gathered, load_for_training
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.trainer import Trainer
 from tests._support.rank_processes import on_ranks
@@ -61,13 +66,18 @@ class RowsOfItsOwn(Ranks):
 
 
 def real_trainer(rank, directory, config):
-    """A trainer of this rank and groups that fill two micro-batches."""
+    """A trainer of this rank and a batch that fills two micro-batches."""
     torch.set_num_threads(1)
     layout = config.trainer.layout
     ranks = RowsOfItsOwn(rank, layout) if layout.num_ranks > 1 else ALONE
-    policy = load_for_training(
-        directory, config.trainer, ranks, loader=ModelLoader(backend=config.model.backend)
-    )
+    loader = ModelLoader(backend=config.model.backend, is_reward_model=config.objective == "rm")
+    policy = load_for_training(directory, config.trainer, ranks, loader=loader)
+    if config.objective != "rl":
+        objective = {"sft": Sft, "dpo": partial(Dpo, directory), "rm": BradleyTerry}
+        trainer = Supervised(
+            policy, config.trainer, objective=objective[config.objective](), ranks=ranks
+        )
+        return trainer, full_examples(config, 2)
     trainer = Trainer(
         policy,
         config.trainer,
@@ -81,13 +91,14 @@ def real_trainer(rank, directory, config):
 
 
 def peak_of_a_real_step(rank, directory, *overrides):
-    trainer, groups = real_trainer(rank, directory, settings(*overrides))
-    trainer.step(groups, 0)
+    trainer, batch = real_trainer(rank, directory, settings(*overrides))
+    trainer.step(batch, 0)
     tracker = MemoryTracker(trainer.decoder.shape.vocab_size)
-    if trainer._reference is not None:
-        tracker.label(trainer._reference.parameters(), "frozen")
+    drop_gathered(*trainer._frozen_models)  # shards are labelled, here and there
+    for frozen in trainer._frozen_models:
+        tracker.label(frozen.parameters(), "frozen")
     with labelled_training(tracker, trainer.decoder, trainer._optimizer.parts), tracker:
-        trainer.step(groups, 1)
+        trainer.step(batch, 1)
     return tracker.peak
 
 
@@ -99,6 +110,9 @@ TWO_RANKS = {
     "experts": ("qwen3_moe", ("trainer.recompute_layers=true",)),
     "divided experts": ("qwen3_moe", ("trainer.parallel.expert=2",)),
     "replicas": ("qwen3", ("trainer.parallel.replicate=2",)),
+    "imitation": ("qwen3", ("objective=sft",)),
+    "pairs": ("qwen3", ("objective=dpo",)),
+    "a reward model": ("qwen3", ("objective=rm",)),
 }
 
 
@@ -313,5 +327,7 @@ def test_processes_take_what_is_simulated(num_ranks, tmp_path, monkeypatch):
         settings(*OF_PROCESSES, *overrides), tiny_config("qwen3", **LARGE), is_cpu=True
     )
     simulated_bytes = sum(step.peak.values())
-    for measured in on_ranks(num_ranks, peak_of_a_process, tmp_path, *overrides):
+    # Programs of their own read the variable, and share no memory.
+    peaks = on_ranks(num_ranks, peak_of_a_process, tmp_path, *overrides, start="spawn")
+    for measured in peaks:
         assert measured == pytest.approx(simulated_bytes, rel=0.1)
