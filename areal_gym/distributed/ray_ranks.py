@@ -65,8 +65,10 @@ class RayTrainer(RemoteTrainer):
             rank.options(**cluster.options("rank", index)).remote()
             for index in range(config.num_ranks)
         ]
+        self._places: list[str] = []
         try:
             (meeting,) = self._answers([self._ranks[0].meeting.remote()])
+            self._places = self._answers([rank.place.remote() for rank in self._ranks])
             recipe = TrainerRecipe(
                 trainer_class=trainer_class,
                 policy=policy.absolute(),
@@ -112,17 +114,23 @@ class RayTrainer(RemoteTrainer):
         self._answers([rank.call.remote(method, (argument,)) for rank, argument in pairs])
 
     def _answers(self, asked: list[Any]) -> list[Any]:
-        """Return each rank's answer; raises a rank's own error, or LostRankError if one died."""
+        """Return what was asked of ranks 0, 1, ...: their answers, in this order.
+
+        Raises:
+            GymError: a rank's own error.
+            LostRankError: a rank died; names it, and its host.
+        """
         import ray
 
         error: GymError | None = None
-        waiting = list(asked)
+        waiting, rank = list(asked), 0
         try:
             while waiting:
                 ready, waiting = ray.wait(waiting, timeout=None if error is None else _END_S)
                 if not ready:
                     self.close()  # the others wait for the one that raised
                     break
+                rank = asked.index(ready[0])
                 answer = ray.get(ready[0])
                 if isinstance(answer, GymError):
                     error = error or answer
@@ -130,8 +138,9 @@ class RayTrainer(RemoteTrainer):
                 return [ray.get(each) for each in asked]
         except ray.exceptions.RayError as lost:
             self.close()
+            place = f": {self._places[rank]}" if self._places else ""
             raise LostRankError(
-                f"a rank of the trainer has died: {str(lost).strip().splitlines()[0]}",
+                f"rank {rank} of the trainer has died{place} ({str(lost).strip().splitlines()[0]})",
                 hints=DEATH_HINTS,
             ) from lost
         raise error
@@ -149,6 +158,9 @@ class _Rank:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def place(self) -> str:
+        return f"process {os.getpid()} on {socket.gethostname()}"
 
     def rss_mb(self) -> float:
         return rss_mb() or 0.0
