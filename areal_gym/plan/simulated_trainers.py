@@ -45,7 +45,7 @@ def simulated_settings(config: RunConfig) -> TrainerConfig:
 
 
 class SimulatedTrainer(PolicyTrainer):
-    """What simulated trainers have in common; a subclass begins with `_simulate`."""
+    """The base of simulated trainers; a subclass calls `_simulate` first."""
 
     def _simulate(self, maker: ModelMaker, tracker: MemoryTracker) -> None:
         self._maker = maker
