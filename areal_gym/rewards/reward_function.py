@@ -12,7 +12,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_gym.errors import ConfigError, EnvError, GymError, RewardError, did_you_mean
+from areal_gym.errors import (
+    ConfigError,
+    EnvError,
+    EpisodeError,
+    GymError,
+    RewardError,
+    did_you_mean,
+)
 from areal_gym.rewards.base import BATCH_NAMES, SAMPLE_NAMES, RewardInput, Score
 from areal_gym.rewards.guarded_calls import CallTimeoutError, ThreadedCalls, run_coroutine
 from areal_gym.utils.markup import short
@@ -118,6 +125,9 @@ class RewardFunction:
                 f"{self} did not return within {self.timeout_s:g} s{_on(sample)}; raise its "
                 '"timeout_s" if it needs longer'
             ) from None
+        except EpisodeError as error:
+            message = f"{self}{_on(sample)}: {error.message}"
+            raise type(error)(message, hints=error.hints) from error
         except GymError:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:

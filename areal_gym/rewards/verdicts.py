@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _END = """\
 Think briefly, then end with one line, a JSON object and nothing after it: {example}"""
 
 _MAX_ANSWER = 200_000
+_FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +87,10 @@ def read_verdict(
 
 
 def _last_object(text: str) -> dict[str, object] | None:
-    """Return the last JSON object of a text that stands in no other object."""
-    decoder = json.JSONDecoder()
-    last, position = None, text.find("{")
-    while position >= 0:
-        try:
-            value, end = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):
-            end = position + 1
-        else:
-            last = value
-        position = text.find("{", end)
-    return last
+    """Return the last JSON object of a text, of those that hold no other object."""
+    objects = _FLAT_OBJECT.findall(text)
+    try:
+        value = json.loads(objects[-1]) if objects else None
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import re
 import time
@@ -14,6 +15,7 @@ from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import ConfigError, EnvError, EnvUnreachableError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.rewards import RewardInput, load_rewards
 from tests._support.scripted_gateway import running_gateway
 
@@ -146,7 +148,7 @@ def test_answer_without_a_verdict_is_asked_for_again(lie):
     assert score.reward == 0.7
     assert score.metrics["judge_calls"] == 3
 
-    with pytest.raises(EnvError, match="gave no verdict in 3 answers"):
+    with pytest.raises(EnvError, match="^reward 'judge', on row 1: the judge gave no verdict in 3"):
         run(lambda text, tag, number: lies(tag) if callable(lies) else lies)
 
 
@@ -275,15 +277,18 @@ def test_policy_behind_the_gateway_can_be_the_judge(monkeypatch):
     assert score.metrics["judge_completion_tokens"] > 0
 
 
-def test_judge_with_too_small_a_context_is_a_failure_that_says_so(monkeypatch, tiny_policy):
+def test_tiny_policy_that_cannot_judge_is_a_failure(monkeypatch, tiny_policy):
+    config = load_checkpoint(tiny_policy).config
+    decoder = build_decoder(dataclasses.replace(config, max_position_embeddings=2_048), seed=0)
+    renderer = Renderer.from_checkpoint(tiny_policy)
+
     async def main():
-        decoder = load_checkpoint(tiny_policy)
-        engine = EmbeddedEngine(decoder, num_slots=4, max_context=256)
+        engine = EmbeddedEngine(decoder, num_slots=2, max_context=2_048)
         await engine.start()
         try:
-            await judged_by(engine, Renderer.from_checkpoint(tiny_policy), monkeypatch)
+            await judged_by(engine, renderer, monkeypatch)
         finally:
             await engine.aclose()
 
-    with pytest.raises(EnvError, match="the context is 256 tokens"):
+    with pytest.raises(EnvError, match="the judge gave no verdict in 3 answers"):
         asyncio.run(main())
