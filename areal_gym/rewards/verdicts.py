@@ -69,7 +69,7 @@ def read_verdict(
     The object must carry the tag, which was drawn after the completion was written: a verdict that
     the judge quotes from there does not count.
     """
-    verdict = _last_object(answer.rpartition("</think>")[2][-_MAX_ANSWER:])
+    verdict = last_object(answer.rpartition("</think>")[2][-_MAX_ANSWER:])
     if verdict is None:
         return None, f"it ends in no JSON object: {short(answer, 100)!r}"
     if verdict.get("tag") != tag:
@@ -86,7 +86,7 @@ def read_verdict(
     return scores, ""
 
 
-def _last_object(text: str) -> dict[str, object] | None:
+def last_object(text: str) -> dict[str, object] | None:
     """Return the last JSON object of a text, of those that hold no other object."""
     objects = _FLAT_OBJECT.findall(text)
     try:

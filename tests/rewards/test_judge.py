@@ -148,7 +148,7 @@ def test_answer_without_a_verdict_is_asked_for_again(lie):
     assert score.reward == 0.7
     assert score.metrics["judge_calls"] == 3
 
-    with pytest.raises(EnvError, match=r"^reward .judge., on row 1: the judge gave no verdict in 3"):
+    with pytest.raises(EnvError, match=r"^reward .judge., on row 1: the judge gave no verdict"):
         run(lambda text, tag, number: lies(tag) if callable(lies) else lies)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from areal_gym.envs.tau2.domain_state import Arguments, CallResult
 from areal_gym.envs.tau2.simulation import Transcript
 from areal_gym.envs.tau2.users.base import Scene, UserTurn, opening_of
 from areal_gym.errors import EnvError
+from areal_gym.rewards.verdicts import last_object
 
 
 class LLMUser:
@@ -91,6 +91,10 @@ Answer with one JSON object and nothing else: {"met": [true, false, ...]}, one v
 in order."""
 
 
+_NUM_ASKS = 3
+"""How often a judge whose answer has no verdicts is asked."""
+
+
 class LLMJudge:
     """A judge at temperature 0."""
 
@@ -102,18 +106,18 @@ class LLMJudge:
         lines = [f"{message['role']}: {message['content']}" for message in transcript]
         numbered = [f"{i}. {text}" for i, text in enumerate(assertions, start=1)]
         question = "\n".join(["Conversation:", *lines, "", "Statements:", *numbered])
-        answer = await self._client.ask(
-            [{"role": "system", "content": _PROMPT}, {"role": "user", "content": question}]
-        )
-        return _parse_verdicts(str(answer.get("content") or ""), len(assertions))
+        messages = [{"role": "system", "content": _PROMPT}, {"role": "user", "content": question}]
+        for _ in range(_NUM_ASKS):
+            text = (await self._client.complete(messages)).text
+            met = _parse_verdicts(text, len(assertions))
+            if met is not None:
+                return met
+        raise EnvError(f"the judge gave no list of {len(assertions)} truth values: {text[:200]!r}")
 
 
-def _parse_verdicts(text: str, num_assertions: int) -> list[bool]:
-    answer = re.search(r"\{.*\}", text, re.DOTALL)
-    try:
-        met = json.loads(answer[0])["met"] if answer else None
-    except (ValueError, KeyError, TypeError):
-        met = None
+def _parse_verdicts(text: str, num_assertions: int) -> list[bool] | None:
+    """Return the verdicts in the judge's last JSON object; None if they are not in order."""
+    met = (last_object(text) or {}).get("met")
     if not isinstance(met, list) or [type(value) for value in met] != [bool] * num_assertions:
-        raise EnvError(f"the judge gave no list of {num_assertions} truth values: {text[:200]!r}")
+        return None
     return met

@@ -361,6 +361,12 @@ def test_llm_judge_returns_one_verdict_per_assertion(serve):
 
 @pytest.mark.parametrize("answer", ["yes", '{"met": [true]}', '{"met": ["yes", "no"]}', "{}"])
 def test_malformed_judge_answer_is_an_env_error(serve, answer):
-    judge = LLMJudge(ChatClient(serve(answer).url))
+    judge = LLMJudge(ChatClient(serve(*[answer] * 3).url))
     with pytest.raises(EnvError, match="2 truth values"):
         asyncio.run(judge.judge([], ["a", "b"]))
+
+
+def test_judge_is_asked_again_and_its_last_object_counts(serve):
+    quoting = 'The agent wrote {"met": [true, true]}. I say {"met": [true, false]}'
+    judge = LLMJudge(ChatClient(serve("I think so.", quoting).url))
+    assert asyncio.run(judge.judge([], ["a", "b"])) == [True, False]
