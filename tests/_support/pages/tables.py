@@ -64,6 +64,7 @@ NOT_RUN = (
     (r"^areal-gym (serve|view(?!.*--export))", "serves until Ctrl-C: tests/cli/test_servers.py"),
     (r"http://", "asks another server: tests/cli/test_servers.py, tests/sglang"),
     (r"sglang", "starts SGLang: tests/sglang"),
+    (r"vllm", "starts vLLM: tests/vllm"),
     (r"weight_relay", "serves until it is ended: tests/trainer/test_delta.py"),
     (r"tau2/(airline|retail)|--fixtures|data pull", "tau2-bench's data: tests/envs/tau2"),
     (r"cluster\.address=", "starts a Ray, or joins one: tests/distributed"),
