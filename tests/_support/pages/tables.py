@@ -77,4 +77,5 @@ NOT_RUN = (
 DRAWINGS = (
     (r"^(?:rewards|tasks) ->|^this process +Ray|^first prompt \|",),
     (r"^areal-gym train, eval, view|^runs/NAME|^message = await episode",),
+    (r"^VLLM_SERVER_DEV_MODE=1",),  # another program's command
 )
