@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,6 +13,7 @@ from areal_gym.utils.markup import block, number, pairs, short, table
 from areal_gym.utils.statistics import (
     Interval,
     mean,
+    mean_interval,
     merge_means,
     pass_at_k_interval,
     pass_hat_k,
@@ -54,6 +56,8 @@ class EvalReport:
     reward: float
     reward_parts: Mapping[str, float]
     """Means over the episodes."""
+    reward_interval: Interval
+    """The mean reward over the tasks with its 95% interval (Student's t over the tasks' means)."""
     metrics: Mapping[str, float]
     """The environment's own metrics, means over the episodes that have them."""
     mean_turns: float
@@ -116,8 +120,11 @@ class EvalReport:
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `pass@1` and the like are keys of their own."""
         row = {"env": self.env_id} | {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("env_id", "pass_at_k", "pass_hat_k", "trajectories"):
+        for name in ("env_id", "pass_at_k", "pass_hat_k", "trajectories", "reward_interval"):
             del row[name]
+        bounds = self.reward_interval[1:]  # fewer than five tasks say nothing
+        low, high = (bound if math.isfinite(bound) else None for bound in bounds)
+        row |= {"reward_low": low, "reward_high": high}
         row |= {name: list(row[name]) for name in ("task_versions", "policy_versions")}
         for k, interval in self.pass_at_k.items():
             row |= _interval_row(f"pass@{k}", interval)
@@ -153,6 +160,9 @@ class EvalReport:
             numbers["tokens sampled"] = self.mean_policy_tokens
         numbers |= self.metrics
         lines += [f"{name:<20}{value:>8.3f}" for name, value in numbers.items()]
+        if math.isfinite(self.reward_interval.low):
+            place = next(i for i, line in enumerate(lines) if line.startswith("reward "))
+            lines[place] = _interval_line("reward", self.reward_interval)
         lines += ["", f"{'stopped by':<20}{'episodes':>8}{'share':>8}"]
         total = sum(self.stop_reasons.values())
         lines += [f"{r:<20}{n:>8}{n / total:>8.1%}" for r, n in self.stop_reasons.items()]
@@ -218,6 +228,7 @@ def make_report(
         pass_hat_k={k: mean(pass_hat_k(n, c, k) for n, c in counts if n >= k) for k in ks},
         reward=mean(t.reward for t in episodes),
         reward_parts=merge_means([t.reward_parts for t in episodes]),
+        reward_interval=mean_interval([mean(t.reward for t in own) for own in scored if own]),
         metrics=merge_means([t.metrics for t in episodes]),
         mean_turns=mean(len(t.turns) for t in episodes),
         mean_policy_tokens=mean(t.num_policy_tokens for t in episodes),

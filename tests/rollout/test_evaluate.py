@@ -186,3 +186,11 @@ def test_mix_is_reported_per_environment():
     assert row["by_env"]["countdown"]["pass@1"] == 1.0
     assert "pass@1 in countdown" in report.to_text()
     assert measure("10", num_tasks=2).by_env == {}
+
+
+def test_mean_reward_has_an_interval_over_tasks():
+    report = areal_gym.evaluate(lambda messages: r"\boxed{7}", "math", n=8, k=2)
+    numbers = report.to_dict()
+    assert numbers["reward_low"] <= numbers["reward"] <= numbers["reward_high"]
+    few = areal_gym.evaluate(lambda messages: r"\boxed{7}", "math", n=2).to_dict()
+    assert few["reward_low"] is None  # two tasks say nothing

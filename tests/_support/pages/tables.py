@@ -55,6 +55,7 @@ EXIT_CODES = ((r"--refused", 1),)
 """(pattern of commands, exit code): 0 for all others."""
 
 NOT_RUN = (
+    (r"--benchmark ", "needs data that are not shipped"),
     (r"^make ", "installs from a registry"),
     (r"^pip install (?!-e)", "asks a registry"),
     (r"^source ", "makes this very environment the shell's"),
