@@ -20,7 +20,12 @@ FIRST_WAIT_S = 0.5
 """Wait before the second try; doubled for each later one."""
 _MAX_WAIT_S = 30.0
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_REFUSED = frozenset({400, 413, 422})
 _MAX_BYTES = 2**23
+
+
+class RefusedError(EnvError):
+    """The server refuses this very request: it is too long for the model's context, mostly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,7 @@ class ChatClient:
 
         Raises:
             EnvUnreachableError: there was no connection.
+            RefusedError: the server refuses the request.
             EnvError: the server gave no answer, or none that is a chat completion.
         """
         import aiohttp
@@ -142,6 +148,8 @@ class ChatClient:
             if status in (401, 403):
                 is_set = bool(os.environ.get(self._key_env))
                 trouble += f"; is {self._key_env} right?" if is_set else f"; set {self._key_env}"
+            if status in _REFUSED:
+                kind = RefusedError
             if status not in _RETRIED:
                 break
         raise kind(f"{self._url} gave no answer: {trouble}")

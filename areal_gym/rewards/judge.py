@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from areal_gym.chat.chat_client import ChatClient
+from areal_gym.chat.chat_client import ChatClient, RefusedError
 from areal_gym.errors import ConfigError, EnvError, GymError, choices
 from areal_gym.rewards.base import Score
 from areal_gym.rewards.verdicts import Verdict, question, read_verdict
@@ -22,6 +22,8 @@ from areal_gym.utils.files import path_hints, write_atomic
 
 _NUM_ASKS = 3
 """How often a judge whose answer has no verdict is asked."""
+_MIN_CHARS = 500
+"""Texts that the server refuses are cut down to this length, and no further."""
 _COLUMN = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
@@ -65,7 +67,8 @@ class Judge:
         concurrency: how many requests may be on their way.
         request_timeout_s: the limit of one request.
         num_tries: how often a request is repeated that failed.
-        max_chars: longer prompts and completions are cut in the middle.
+        max_chars: longer prompts and completions are cut in the middle; those that the server
+            refuses are cut to half, and again.
         cache: where verdicts are kept; by default in the user's cache. False keeps none.
         prices: US dollars per million tokens of input and of output.
     """
@@ -146,7 +149,7 @@ class Judge:
             prompt, completion = "", _transcript(messages)
         elif not isinstance(prompt, str):
             prompt = _transcript(prompt)
-        prompt, completion = (_shown(text, self._max_chars) for text in (prompt, completion))
+        prompt, completion = _without_controls(prompt), _without_controls(completion)
         votes = await asyncio.gather(
             *(self._vote(rubric, prompt, completion, number) for number in range(self._votes))
         )
@@ -181,13 +184,29 @@ class Judge:
         kept = self._read_cached(file)
         if kept is not None:
             return kept
-        verdict = await self._ask(rubric, prompt, completion)
+        verdict = await self._ask_in_context(rubric, prompt, completion)
         if file is not None:
             # A cache that cannot be written costs money, not the episode.
             with contextlib.suppress(OSError, GymError):
                 text = json.dumps({"scores": verdict.scores})
                 await asyncio.to_thread(write_atomic, file, text, is_synced=False)
         return verdict
+
+    async def _ask_in_context(
+        self, rubric: Mapping[str, str], prompt: str, completion: str
+    ) -> Verdict:
+        """Ask about shorter texts where the server refuses long ones.
+
+        A text with more tokens than the context holds must not void the episode that it lost.
+        """
+        limit = self._max_chars
+        while True:
+            try:
+                return await self._ask(rubric, _cut(prompt, limit), _cut(completion, limit))
+            except RefusedError:
+                limit = min(limit, max(len(prompt), len(completion))) // 2
+                if limit < _MIN_CHARS:
+                    raise
 
     async def _ask(self, rubric: Mapping[str, str], prompt: str, completion: str) -> Verdict:
         tag, messages, end = question(rubric, (self._low, self._high), prompt, completion)
@@ -202,7 +221,10 @@ class Judge:
                 return Verdict(scores, number, num_prompt, num_output)
             messages = [
                 *messages[:2],
-                {"role": "assistant", "content": _shown(reply.text, 4_000) or "(nothing)"},
+                {
+                    "role": "assistant",
+                    "content": _cut(_without_controls(reply.text), 4_000) or "(nothing)",
+                },
                 {"role": "user", "content": f"That is no verdict: {problem}. {end}"},
             ]
         raise EnvError(f"the judge gave no verdict in {_NUM_ASKS} answers: {problem}")
@@ -290,9 +312,12 @@ def _transcript(messages: Sequence[Message]) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def _shown(text: str, limit: int) -> str:
-    """Return the text as the judge may see it: no control tokens, nothing that servers refuse."""
-    text = text.encode("utf-8", "replace").decode().replace("\0", " ").replace("<|", "< |")
+def _without_controls(text: str) -> str:
+    """Return the text without control tokens, and without what servers refuse."""
+    return text.encode("utf-8", "replace").decode().replace("\0", " ").replace("<|", "< |")
+
+
+def _cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -197,6 +197,17 @@ def test_server_errors_are_repeated_and_then_failures_never_zero():
         asyncio.run(judge("http://127.0.0.1:9").score(sample()))
 
 
+def test_texts_beyond_the_context_are_cut_and_not_a_failure():
+    def reply(text, tag, number):
+        return seven(text, tag, number) if len(text) < 3_000 else 400
+
+    score, server = run(reply, "x" * 9_000 + " The end.")
+    assert score.reward == 0.7
+    assert "The end." in server.requests[-1]["messages"][1]["content"]
+    with pytest.raises(EnvError, match="HTTP 400"):
+        run(lambda text, tag, number: 400, "short")
+
+
 def test_slow_judge_fails_its_own_episodes_only():
     def reply(text, tag, number):
         return asyncio.sleep(60) if "slow" in text else seven(text, tag, number)
