@@ -1,10 +1,12 @@
 """The site builds without a warning, and the page of settings is the settings'."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
+import areal_gym
 from areal_gym.cli.command_reference import commands_page
 from areal_gym.config.reference import settings_page
 from tests._support.paths import ROOT
@@ -43,3 +45,9 @@ def test_site_builds_without_warnings(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "settings" / "index.html").exists()
+    entries = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
+    found = {entry["location"] for entry in entries if "reward function" in entry["text"].lower()}
+    assert any(place.startswith("rewards/") for place in found), found
+    reference = (tmp_path / "site" / "api" / "index.html").read_text()
+    names = {name for name in areal_gym.__all__ if name not in ("__version__", "registry")}
+    assert [name for name in sorted(names) if f">{name}</" not in reference] == []
