@@ -64,6 +64,8 @@ def plan_of(request: Request) -> Plan:
     models = (request.run, request.checkpoint, request.flags.get("engine.model"))
     if sum(given is not None for given in models) > 1:
         raise UsageError("--run, --checkpoint and --model exclude each other")
+    if request.flags.get("eval.num_tasks") == 0:  # of a run, it would switch evaluations off
+        raise UsageError("'-n': 0 is not in the range x>=1: there would be nothing to measure")
     if request.envs and request.benchmarks:
         raise UsageError(
             "--env and --benchmark exclude each other: a benchmark has its environment",

@@ -168,7 +168,8 @@ MBPP_PLUS = Benchmark(
     grader="base and extra tests of EvalPlus (MBPP+ 0.2.0) in the sandbox: all must pass",
     compares_with=_CODE_NUMBERS,
     licence="Apache-2.0 (MBPP: CC BY 4.0)",
-    tested="the reference solutions of every twentieth task pass",
+    tested="the reference solutions of every second task pass, but Mbpp/630's, whose values exceed "
+    "the sandbox's memory or time",
 )
 
 
