@@ -25,9 +25,9 @@ def _completer(pairs: Callable[[], Pairs]) -> Completer:
     return lambda ctx, param, incomplete: matching(pairs(), incomplete)
 
 
-def ids(kind: Kind) -> Completer:
-    """Complete ids of one kind; those of adapters up to the colon."""
-    return _completer(lambda: _ids(kind))
+def ids(kind: Kind, *others: str) -> Completer:
+    """Complete ids of one kind, those of adapters up to the colon, and other words."""
+    return _completer(lambda: [*_ids(kind), *((word, "") for word in others)])
 
 
 def one_of(*words: str) -> Completer:

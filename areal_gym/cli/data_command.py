@@ -43,7 +43,9 @@ def data_command() -> None:
 
 
 @data_command.command("pull")
-@click.argument("source", metavar="tau2|BENCHMARK", shell_complete=complete.ids("benchmarks"))
+@click.argument(
+    "source", metavar="tau2|BENCHMARK", shell_complete=complete.ids("benchmarks", *SOURCES)
+)
 @click.option("--to", type=PATH, help="The target directory [the user's cache].")
 @click.option("--base-url", help="The server [where the benchmark is published].")
 @click.option("--force", is_flag=True, help="Download all files again.")

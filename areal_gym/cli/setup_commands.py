@@ -73,7 +73,7 @@ def bench_command(parts: tuple[str, ...], env: str, as_json: bool) -> None:
 
     rollout: episodes with a scripted policy; env: the environment alone (--env dice);
     sandbox: a snippet of code in its own process; engine: sampling; step: one training step.
-    Each is compared with the figure in README's "Speed": two shared cores, one thread, no GPU.
+    Each is compared with the figure in docs/performance.md: two shared cores, one thread, no GPU.
     """
     from areal_gym.runs.speed import WITH_TORCH, Figure, bench
 
@@ -84,7 +84,7 @@ def bench_command(parts: tuple[str, ...], env: str, as_json: bool) -> None:
     if as_json:
         print_json([dataclasses.asdict(figure) | {"speed": figure.speed} for figure in figures])
         return
-    rows = [("", "measured", "", "README", "ratio")]
+    rows = [("", "measured", "", "reference", "ratio")]
     for figure in figures:
         reference = "" if figure.reference is None else _number(figure.reference).rjust(6)
         measured = _number(figure.value).rjust(8)

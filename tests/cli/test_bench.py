@@ -1,4 +1,4 @@
-"""`areal-gym bench`: every part measures something, and README's figures are README's."""
+"""`areal-gym bench`: every part measures something; its figures are the documented ones."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ from areal_gym.runs import speed as benches
 from tests._support.paths import ROOT
 
 manager_module = importlib.import_module("areal_gym.plugins.manager")
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "performance.md").read_text()
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_every_benchmark_gives_figures(brief, capsys):
 def test_benchmark_prints_a_table(brief, capsys):
     assert run(["bench", "rollout"]) == 0
     header, line = capsys.readouterr().out.splitlines()
-    assert header.split() == ["measured", "README", "ratio"]
+    assert header.split() == ["measured", "reference", "ratio"]
     assert re.search(r"CPU-ms +0\.25 +[\d.]+x, (slow|ok|fast)$", line)
 
 
@@ -60,8 +60,8 @@ def test_help_names_every_benchmark():
         ("step", r"64 new tokens, 2M parameters, generation included \| ([\d.]+) CPU-s"),
     ],
 )
-def test_readme_names_every_benchmark(part, line):
-    (found,) = re.findall(line, README)
+def test_page_of_performance_names_every_benchmark(part, line):
+    (found,) = re.findall(line, PAGE)
     assert float(found.replace(",", "")) == benches.REFERENCES[part]
 
 

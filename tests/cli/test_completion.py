@@ -26,7 +26,7 @@ def offered(line):
         ("areal-gym se", ["serve", "serve-env"], ["list"]),
         ("areal-gym --p", ["--plain"], ["list"]),
         ("areal-gym data ", ["show", "check", "pull"], []),
-        ("areal-gym data pull ", ["tau2"], []),
+        ("areal-gym data pull ", ["tau2", "aime24", "gsm8k"], ["tir"]),
         ("areal-gym list lo", ["losses", "loggers"], ["envs"]),
         ("areal-gym show grp", ["grpo"], ["tir"]),
         ("areal-gym show x --kind e", ["envs", "engines"], ["losses"]),

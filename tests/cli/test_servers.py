@@ -128,7 +128,7 @@ def test_website_is_not_accepted_as_server(tiny_policy, train):
         refused = train(url, tiny_policy)
         page.shutdown()
     assert refused.returncode == 2
-    assert f"{url} answers HTML: it is not an SGLang server" in refused.stderr
+    assert f"{url} answers HTML: it is not a server of SGLang" in refused.stderr
     assert "start one: python -m sglang.launch_server" in refused.stderr
 
 

@@ -38,7 +38,9 @@ def config_of():
 def test_dead_server_process_or_actor_is_restarted(tiny_policy):
     async def scenario():
         async with open_cluster(config_of()) as cluster:
-            (process,) = await place_servers(cluster, tiny_policy, 1, command=FAKE)
+            (process,) = await place_servers(
+                cluster, tiny_policy, 1, recipe=SGLangEngine.recipe, command=FAKE
+            )
             engine = SGLangEngine(
                 tiny_policy, processes=[process], health_interval_s=0.1, grace_s=120
             )
@@ -80,7 +82,9 @@ def test_failed_server_start_gives_the_reason(tiny_policy):
     async def scenario():
         async with open_cluster(config_of()) as cluster:
             command = [sys.executable, "-c", "print('no such GPU'); raise SystemExit(3)"]
-            (process,) = await place_servers(cluster, tiny_policy, 1, command=command)
+            (process,) = await place_servers(
+                cluster, tiny_policy, 1, recipe=SGLangEngine.recipe, command=command
+            )
             engine = SGLangEngine(tiny_policy, processes=[process])
             try:
                 await engine.start()

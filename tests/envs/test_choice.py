@@ -35,7 +35,7 @@ def test_the_order_of_choices_depends_on_question_and_seed_only(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def letters(**kwargs):
-        env = areal_gym.make("choice", path=str(file), test_path=str(file), **kwargs)
+        env = areal_gym.make("choice", tasks={"data": str(file), "test": str(file)}, **kwargs)
         for index in range(40):
             env.reset(seed=index, options={"split": "test", "index": index})
             yield env.gold_action()
@@ -59,4 +59,4 @@ def test_broken_rows_are_named(tmp_path, row):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match="line 1"):
-        areal_gym.make("choice", path=str(file))
+        areal_gym.make("choice", tasks=str(file))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,6 +95,7 @@ def test_evaluation_over_http_equals_the_local_one(tiny_policy, tmp_path, capsys
             report = json.loads(capsys.readouterr().out)
             assert code == 0
             assert report.pop("env") == env
+            assert Path(report.pop("directory")).is_dir()
             reports.append({k: v for k, v in report.items() if not k.endswith("_s")})
         assert reports[0] == reports[1]
         assert reports[0]["num_tasks"] == 6

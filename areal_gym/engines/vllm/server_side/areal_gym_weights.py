@@ -146,7 +146,7 @@ class WeightLoader:
 
 @dataclass(kw_only=True)
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The fields of vLLM's "nccl" backend, the group's name and torch's backend.
+    """The fields of vLLM's "nccl" backend, the group's name and torch's backend ("": the device's).
 
     A session that loads files needs no group, and leaves all fields out.
     """
@@ -156,7 +156,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     rank_offset: int = 1
     world_size: int = 0
     group_name: str = "areal-gym"
-    group_backend: str = "nccl"
+    group_backend: str = ""
     timeout_s: float = 120.0
 
 
@@ -262,6 +262,7 @@ class ArealGymTransfer(WeightTransferEngine):  # type: ignore[misc]
 
 def join_group(info: InitInfo, rank: int) -> Any:
     """Join a group of torch beside those of vLLM, as `areal_gym.models.process_groups` does."""
+    import torch
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed.rendezvous import rendezvous
 
@@ -269,11 +270,13 @@ def join_group(info: InitInfo, rank: int) -> Any:
     place = f"tcp://{info.master_address}:{info.master_port}"
     store, rank, world_size = next(rendezvous(place, rank, info.world_size, timeout=timeout))
     store.set_timeout(timeout)
+    device = torch.accelerator.current_accelerator() or "cpu"
+    backend = info.group_backend or c10d.get_default_backend_for_device(device)
     group, _ = c10d._new_process_group_helper(
         world_size,
         rank,
         [],
-        c10d.Backend(info.group_backend),
+        c10d.Backend(backend),
         c10d.PrefixStore(info.group_name, store),
         group_name=c10d.GroupName(info.group_name),
         timeout=timeout,
