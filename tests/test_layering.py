@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "types": {"utils"},
     "utils": {"errors"},
     "_moved": set(),
-    "plugins": {"errors", "version"},
+    "plugins": {"errors", "version", "utils"},
     "config": {"errors", "utils"},
     "chat": BASE,
     "scaffold": {"errors", "plugins"},

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_gym.cli.options import POSITIVE, Options, common_options, env_with_arguments, json_option
+from areal_gym.cli.options import POSITIVE, Options, common_options, json_option
 from areal_gym.cli.output import print_columns, print_data, print_json, talk
+from areal_gym.cli.own_task import env_with_arguments
 from areal_gym.errors import (
     GymError,
     NothingToDoError,

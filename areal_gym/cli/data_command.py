@@ -16,10 +16,10 @@ from areal_gym.cli.options import (
     POSITIVE,
     Options,
     common_options,
-    env_with_arguments,
     json_option,
 )
 from areal_gym.cli.output import Group, print_columns, print_data, print_json, talk
+from areal_gym.cli.own_task import env_with_arguments
 from areal_gym.errors import UsageError, choices
 from areal_gym.plugins import registry
 from areal_gym.utils.markup import short

@@ -23,6 +23,7 @@ from areal_gym.cli.options import (
     trust_option,
 )
 from areal_gym.cli.output import print_columns, print_data, print_json, talk
+from areal_gym.cli.own_task import own_arguments, own_task_options
 from areal_gym.cli.setting_flags import setting_flags
 from areal_gym.errors import UsageError, choices
 from areal_gym.utils.command_words import quoted
@@ -32,6 +33,7 @@ from areal_gym.utils.markup import counted
 @click.command("eval")
 @overrides_argument
 @mixed_env_option
+@own_task_options
 @recipe_option
 @run_option("A run: evaluate its newest checkpoint.")
 @setting_flags(
@@ -74,6 +76,9 @@ def eval_command(
     options: Options,
     overrides: tuple[str, ...],
     env: tuple[str, ...],
+    data: str | None,
+    reward: tuple[str, ...],
+    tools: tuple[str, ...],
     recipe: Path | None,
     run: Path | None,
     checkpoint: Path | None,
@@ -104,6 +109,7 @@ def eval_command(
         run=run,
         checkpoint=checkpoint,
         flags=flags,
+        own=own_arguments(data, reward, tools),
         trust=trust,
         greedy=greedy,
         out=out,

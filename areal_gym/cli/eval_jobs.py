@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_gym.cli.setting_flags import env_flags, policy_files, require_env, resolve
+from areal_gym.cli.own_task import require_named_model
+from areal_gym.cli.setting_flags import env_flags, policy_files, resolve, task_flags
 from areal_gym.config.trust import remember_settings
 from areal_gym.errors import NothingToDoError, UsageError
 from areal_gym.plugins import registry
@@ -31,6 +32,8 @@ class Request:
     run: Path | None
     checkpoint: Path | None
     flags: Mapping[str, Any]
+    own: Mapping[str, Any]
+    """Arguments of the environment: `--data`, `--reward`, `--tools`."""
     trust: bool
     greedy: bool
     out: Path | None
@@ -71,6 +74,8 @@ def plan_of(request: Request) -> Plan:
             "--env and --benchmark exclude each other: a benchmark has its environment",
             hints=["see them all: areal-gym list benchmarks"],
         )
+    if request.own and request.benchmarks:
+        raise UsageError("--benchmark has its own data and graders: leave out --data and --reward")
     if (request.resume or request.clean) and request.out is None:
         flag = "--resume" if request.resume else "--clean"
         raise UsageError(
@@ -89,7 +94,9 @@ def _new(request: Request) -> Plan:
     recipe = request.recipe or run_recipe
     targets = _targets(request.envs, request.benchmarks, recipe)
     if not request.benchmarks:
-        require_env(request.envs, recipe, request.overrides)
+        given = request.envs, request.own, request.flags, recipe, request.overrides
+        flags = task_flags(*given)
+        targets = [(None, flags)] if request.own else targets
     is_chosen = request.trust or request.recipe is not None or recipe is None
     configs = [
         resolve(
@@ -100,11 +107,14 @@ def _new(request: Request) -> Plan:
         )
         for _, settings in targets
     ]
-    folder = _folder(request, configs[0].env.id if len(configs) == 1 else "suite", targets)
+    if checkpoint is None and not request.benchmarks:
+        for config in configs:
+            require_named_model(config, request.flags, request.overrides, recipe)
+    folder = _folder(request, configs[0].env.label if len(configs) == 1 else "suite", targets)
     if len(configs) == 1:
         places = [folder]
     else:
-        places = [folder / name for name in _names([c.env.id for c in configs], targets)]
+        places = [folder / name for name in _names([c.env.label for c in configs], targets)]
     jobs = []
     for (benchmark, _), config, place in zip(targets, configs, places, strict=True):
         if is_chosen:
@@ -181,6 +191,7 @@ def _resumed(request: Request) -> Plan:
         "--env": request.envs,
         "--benchmark": request.benchmarks,
         "--config": request.recipe,
+        "--data, --reward or --tools": request.own,
         "--run": request.run,
         "--checkpoint": request.checkpoint,
     }

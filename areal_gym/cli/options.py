@@ -39,20 +39,6 @@ def common_options(command: F) -> F:
     return command
 
 
-def env_with_arguments(name: str = "env", metavar: str = "ENV") -> Callable[[F], F]:
-    """Take the id of an environment, and its arguments as the dictionary `settings`."""
-
-    def parse(ctx: click.Context, parameter: click.Parameter, texts: Any) -> dict[str, Any]:
-        from areal_gym.config import parse_override
-
-        return dict(map(parse_override, texts))
-
-    words: dict[str, Any] = {"nargs": -1, "metavar": "[key=value]...", "callback": parse}
-    env = click.argument(name, metavar=metavar, shell_complete=complete.ids("envs"))
-    settings = click.argument("settings", shell_complete=complete.env_arguments, **words)
-    return lambda command: env(settings(command))
-
-
 def json_option(help: str = "Print JSON.") -> Callable[[F], F]:
     """Take `--json`."""
     return click.option("--json", "as_json", is_flag=True, help=help)
@@ -72,8 +58,8 @@ mixed_env_option = click.option(
     "--env",
     multiple=True,
     shell_complete=complete.ids("envs"),
-    help="The environment's id (areal-gym list envs). Repeat it with weights to mix several: "
-    "A:0.7, B:0.3.",
+    help="The environment's id (areal-gym list envs), or FILE.py:CLASS. Repeat it with weights to "
+    "mix several: A:0.7, B:0.3.",
 )
 recipe_option = click.option(
     "-c", "--config", "recipe", type=PATH, help="A recipe: settings as YAML."

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_gym.cli.options import common_options, env_with_arguments
+from areal_gym.cli.options import common_options
 from areal_gym.cli.output import print_data, talk
+from areal_gym.cli.own_task import env_with_arguments
 from areal_gym.errors import UsageError, choices, did_you_mean
 from areal_gym.plugins import registry
 from areal_gym.types import Message, ToolCall

@@ -18,12 +18,12 @@ from areal_gym.cli.options import (
     POSITIVE,
     Options,
     common_options,
-    env_with_arguments,
     overrides_argument,
     run_option,
     trust_option,
 )
 from areal_gym.cli.output import print_data, talk
+from areal_gym.cli.own_task import env_with_arguments
 from areal_gym.cli.setting_flags import policy_files, resolve, setting_flags
 from areal_gym.errors import ConfigError, UsageError
 from areal_gym.plugins import registry

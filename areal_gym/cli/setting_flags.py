@@ -11,12 +11,15 @@ import click
 from pydantic.fields import FieldInfo
 
 from areal_gym.cli import complete
+from areal_gym.cli.output import warn
+from areal_gym.cli.own_task import own_flags
 from areal_gym.config import RunConfig, load_config
 from areal_gym.config.settings_model import bounds, setting_fields
 from areal_gym.config.trust import require_chosen
 from areal_gym.errors import NothingToDoError, UnknownIdError, UsageError
 from areal_gym.run_dir.provenance import entries_used, known_from
 from areal_gym.run_dir.run_list import no_run_hints
+from areal_gym.utils.code_references import absolute_reference
 from areal_gym.utils.command_words import quoted
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -86,6 +89,12 @@ def resolve(
             program that the user has not chosen.
     """
     config = load_config(file, overrides, flags=flags)
+    if file is not None and file.name == "config.yaml":  # of a run
+        from areal_gym.runs.run_inputs import with_copies
+
+        config, remarks = with_copies(config, file.parent)
+        for remark in remarks:
+            warn(remark)
     if file is not None and not is_chosen:
         keys = [text.partition("=")[0] for text in overrides]
         require_chosen(config, file, [*(flags or {}), *keys])
@@ -98,7 +107,7 @@ def resolve(
 
 def env_flags(env: Sequence[str]) -> dict[str, Any]:
     """Return the settings of `--env`: one id, several with weights (`tir:0.7`), or UsageError."""
-    mixed = [_with_weight(text) for text in env]
+    mixed = [_with_weight(absolute_reference(text)) for text in env]
     if len(mixed) > 1:
         return {"env.id": "mix", "env.kwargs": {"envs": mixed}}
     if mixed and "weight" in mixed[0]:
@@ -114,7 +123,7 @@ def _with_weight(text: str) -> dict[str, Any]:
     if "://" in id and ":" not in id.partition("://")[2]:  # a port: remote:http://HOST:PORT
         return {"id": text}
     try:
-        return {"id": id, "weight": float(weight)} if id else {"id": text}
+        return {"id": absolute_reference(id), "weight": float(weight)} if id else {"id": text}
     except ValueError:  # an adapter: reasoning_gym:leg_counting
         return {"id": text}
 
@@ -123,8 +132,38 @@ def require_env(env: Sequence[str], file: Path | None, overrides: Sequence[str])
     """Raise UsageError if neither flag, recipe nor override names an environment."""
     if not env and file is None and not any(o.startswith("env.id=") for o in overrides):
         raise UsageError(
-            "which environment?", hints=["name one: --env tir", "see all: areal-gym list envs"]
+            "which environment?",
+            hints=[
+                "name one: --env tir",
+                "or give your own prompts: --data prompts.jsonl --reward rewards.py:NAME",
+                "see all: areal-gym list envs",
+            ],
         )
+
+
+def task_flags(
+    env: Sequence[str],
+    own: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    file: Path | None,
+    overrides: Sequence[str],
+    *,
+    needs_env: bool = True,
+) -> dict[str, Any]:
+    """Return the settings of `--env`, of `--data`, `--reward` and `--tools`, and of other flags.
+
+    `own` are the arguments that `own_arguments` makes of the three.
+
+    Raises:
+        UsageError: nothing names an environment, or the options contradict each other.
+    """
+    if len(env) > 1 and own:
+        raise UsageError("--data, --reward and --tools are for one environment, not for a mix")
+    has_env = bool(env) or any(text.startswith("env.id=") for text in overrides)
+    given = {**env_flags(env), **own_flags(own, flags, file, has_env=has_env), **flags}
+    if needs_env and "env.id" not in given and "data.file" not in given:
+        require_env(env, file, overrides)
+    return given
 
 
 def run_recipe(run: Path) -> Path:

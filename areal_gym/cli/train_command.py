@@ -23,7 +23,8 @@ from areal_gym.cli.options import (
     trust_option,
 )
 from areal_gym.cli.output import print_data
-from areal_gym.cli.setting_flags import env_flags, require_env, resolve, setting_flags
+from areal_gym.cli.own_task import own_arguments, own_task_options, require_named_model
+from areal_gym.cli.setting_flags import resolve, setting_flags, task_flags
 from areal_gym.config import RunConfig, require_plain_sampling
 from areal_gym.config.algorithm_settings import PRESETS
 from areal_gym.config.objective_settings import OBJECTIVES, SUPERVISED
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 @click.command("train")
 @overrides_argument
 @mixed_env_option
+@own_task_options
 @recipe_option
 @setting_flags(
     {
@@ -75,6 +77,9 @@ def train_command(
     options: Options,
     overrides: tuple[str, ...],
     env: tuple[str, ...],
+    data: str | None,
+    reward: tuple[str, ...],
+    tools: tuple[str, ...],
     recipe: Path | None,
     flags: Mapping[str, Any],
     out: Path | None,
@@ -85,7 +90,10 @@ def train_command(
     show_every: int,
     dry_run: bool,
 ) -> None:
-    """Train a policy in an environment, or on data.
+    """Train a policy in an environment, on your own prompts, or on data.
+
+    Your prompts and reward: areal-gym train --data prompts.jsonl --reward rewards.py:exact --model
+    Qwen/Qwen3-0.6B
 
     key=value sets any setting: areal-gym train --env tir trainer.lr=1e-4 env.kwargs.level=3
 
@@ -104,11 +112,11 @@ def train_command(
     if mode == "resume" and recipe is None:
         assert out is not None
         recipe, is_chosen = RunDir(out).recipe(), trust
-    if not dry_run and not any(text.startswith("data.file=") for text in overrides):
-        require_env(env, recipe, overrides)
-    config = resolve(
-        file=recipe, overrides=overrides, flags={**env_flags(env), **flags}, is_chosen=is_chosen
-    )
+    has_file = any(text.startswith("data.file=") for text in overrides)
+    own = own_arguments(data, reward, tools)
+    flags = task_flags(env, own, flags, recipe, overrides, needs_env=not dry_run and not has_file)
+    config = resolve(file=recipe, overrides=overrides, flags=flags, is_chosen=is_chosen)
+    require_named_model(config, flags, overrides, recipe)
     if dry_run:
         require_plain_sampling(config)
         for line in _describe(config):

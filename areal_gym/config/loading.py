@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from areal_gym.config.algorithm_settings import PRESETS
 from areal_gym.config.defaults import RENAMED, on_starter_defaults, without_defaults
+from areal_gym.config.prompts_settings import PROMPTS, on_prompts_defaults
 from areal_gym.config.run_config import RunConfig
 from areal_gym.config.sections import RolloutConfig, TrainerConfig
 from areal_gym.config.setting_errors import settings_error
@@ -46,9 +47,11 @@ def load_config(
         tree = _without_defaults(tree)
     for key, value in given:
         _set(tree, key, value)
-    engine = tree.get("engine")
+    engine, env = tree.get("engine"), tree.get("env")
     if not isinstance(engine, dict) or engine.get("model", "starter") == "starter":
         tree = on_starter_defaults(tree)
+    elif isinstance(env, dict) and env.get("id") == PROMPTS:
+        tree = on_prompts_defaults(tree)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

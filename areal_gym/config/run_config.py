@@ -196,7 +196,8 @@ class RunConfig(Settings):
     @property
     def label(self) -> str:
         """The first part of the names of its runs, before the date."""
-        return self.env.id if self.objective == "rl" else f"{self.objective}-{self.env.id}"
+        env = self.env.label
+        return env if self.objective == "rl" else f"{self.objective}-{env}"
 
     def _check_colocation(self) -> None:
         if not self.trainer.colocate:

@@ -24,9 +24,15 @@ class EnvConfig(Settings):
     """The environment and its keyword arguments."""
 
     id: str = "tir"
-    """The environment's id (`areal-gym list envs`)."""
+    """The environment's id (`areal-gym list envs`), or FILE.py:CLASS."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment's class (see `areal-gym show ENV`)."""
+
+    @property
+    def label(self) -> str:
+        """The id in names of directories: of a file's class, the class."""
+        file, _, name = self.id.rpartition(":")
+        return name if file.endswith(".py") else self.id
 
 
 class AgentConfig(Settings):

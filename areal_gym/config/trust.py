@@ -30,6 +30,8 @@ _WORD = re.compile(r"[\w+-]{0,64}")
 """A text that cannot name a file, module or address."""
 _ID = re.compile(r"[\w./+-]*(:[\w./+-]*)?")
 """An id of a plugin, or of an adapter with its argument; another colon could name code."""
+_CODE = re.compile(r"[^:]*[.].*:")
+"""Matches ids of environments that import code: `FILE.py:CLASS`, `package.module:CLASS`."""
 _STRICT = ("agent.", "engine.kwargs", "loggers.", "trainer.weight_sync.kwargs")
 """Below these keys, even a plain word may name a program."""
 _PROTECTIVE = re.compile(r"sandbox|min_level|image|runtime|backend")
@@ -86,7 +88,7 @@ def _powerful(config: RunConfig) -> Iterator[tuple[str, Any]]:
         if "kwargs" in key.split(".") and not key.startswith("rollout.template_kwargs"):
             if not _is_harmless(key, value):
                 yield key, value
-        elif (last == "id" and not _ID.fullmatch(str(value))) or (last == "url" and value):
+        elif (last == "id" and not _is_id(str(value))) or (last == "url" and value):
             yield key, value
     if config.cluster.address not in (None, "local"):
         yield "cluster.address", config.cluster.address
@@ -103,6 +105,10 @@ def _powerful(config: RunConfig) -> Iterator[tuple[str, Any]]:
                 yield key, value
 
 
+def _is_id(text: str) -> bool:
+    return bool(_ID.fullmatch(text)) and not _CODE.match(text)
+
+
 def _is_harmless(key: str, value: Any) -> bool:
     if isinstance(value, Mapping):  # an empty one
         return not value
@@ -112,7 +118,7 @@ def _is_harmless(key: str, value: Any) -> bool:
         return value is None or isinstance(value, bool | int | float)
     name = key.rpartition(".")[2]
     if key.startswith("env.") and name == "id":
-        return bool(_ID.fullmatch(value))
+        return _is_id(value)
     if _PROTECTIVE.search(name):
         return value in ("process", "docker")
     return bool(_WORD.fullmatch(value)) and not key.startswith(_STRICT)

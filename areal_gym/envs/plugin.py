@@ -22,6 +22,8 @@ _ENVS: tuple[tuple[str, str, str, str, dict[str, object]], ...] = (
      "several environments in one run, by weight", {"envs": _HALVES}),
     ("online", "online_env:OnlineEnv", "gateway",
      "no environment: outside programs call the policy and post rewards", {}),
+    ("prompts", "prompts:PromptsEnv", "tools multi-turn data",
+     "your own prompts, reward and tools: --data, --reward, --tools", {}),
     ("search", "search.search_env:SearchEnv", "tools multi-turn generated jsonl",
      "multi-hop questions with a search engine", {}),
     ("tir", "tir:TirEnv", "math tools multi-turn generated",

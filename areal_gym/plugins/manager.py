@@ -6,6 +6,7 @@ entry points --> candidates, sorted --> [blocked?] --> [imports?] --> [hooks fit
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ import pluggy
 
 from areal_gym.errors import ConfigError, PluginError, did_you_mean
 from areal_gym.plugins.specs import GROUP, KINDS, HookSpecs, Spec
+from areal_gym.utils.code_references import load_module, load_reference
+from areal_gym.utils.session_objects import with_objects
 from areal_gym.version import __version__
 
 DISTRIBUTION = "areal-gym"
@@ -53,6 +56,8 @@ class Plugin(Candidate):
     """A candidate after the attempt to load it."""
 
     is_blocked: bool = False
+    is_reference: bool = False
+    """Whether it is no plugin: an id that says itself what it stands for, `FILE.py:Class`."""
     hooks: tuple[str, ...] = ()
     """The hooks that it implements."""
     problems: tuple[str, ...] = ()
@@ -134,6 +139,8 @@ class Entry:
             PluginError: it cannot be imported, or the module does not have it.
         """
         self.require_installed()
+        if self.plugin.is_reference:
+            return _loaded_class(self.spec)
         module_name, _, path = self.spec.entry_point.partition(":")
         try:
             target: Any = import_module(module_name)
@@ -157,6 +164,33 @@ class Entry:
             "missing": list(self.missing),
             "install_command": self.install_command,
         }
+
+
+def referenced(kind: type[Spec], reference: str) -> Entry:
+    """Return the entry of an id that says itself what it stands for: `FILE.py:Class`."""
+    file, _, name = reference.rpartition(":")
+    spec = kind(id=reference, entry_point=reference, summary=f"{name} of {file}")
+    target = Candidate(name=file, target=file, distribution="(of a file)")
+    return Entry(spec, Plugin.of(target, is_reference=True))
+
+
+def _loaded_class(spec: Spec) -> Any:
+    """Import what a reference names: the class of an environment, or a function that makes one."""
+    loaded = with_objects(spec.id)
+    if loaded == spec.id:
+        loaded = load_reference(spec.id, spec.kind)
+    if inspect.isclass(loaded) and not hasattr(loaded, "astep"):
+        is_gymnasium = hasattr(loaded, "step") and hasattr(loaded, "reset")
+        raise ConfigError(
+            f"{spec.id} is no {spec.kind}: the class has no method `respond`",
+            hints=[
+                "an environment is a subclass of areal_gym.TextEnv (docs/environments-guide.md)",
+                "register it with gymnasium, and write --env gymnasium:NAME"
+                if is_gymnasium
+                else None,
+            ],
+        )
+    return loaded
 
 
 def discover() -> list[Candidate]:
@@ -246,7 +280,9 @@ class PluginManager:
     def _load(self, candidate: Candidate) -> None:
         target = candidate.target
         try:
-            module = import_module(target) if isinstance(target, str) else target
+            is_file = isinstance(target, str) and target.endswith(".py")
+            load = load_module if is_file else import_module
+            module = load(target) if isinstance(target, str) else target
             self._pluggy.register(module, name=f"{candidate.distribution}:{candidate.name}")
         # SystemExit: a module that calls sys.exit() on import must not end the process.
         except (Exception, SystemExit) as error:

@@ -7,12 +7,28 @@ import itertools
 from functools import cache
 from typing import Any
 
-from areal_gym.errors import DuplicateIdError, UnknownIdError, UsageError, choices, did_you_mean
-from areal_gym.plugins.manager import Entry, PluginManager
+from areal_gym.errors import (
+    ConfigError,
+    DuplicateIdError,
+    UnknownIdError,
+    UsageError,
+    choices,
+    did_you_mean,
+)
+from areal_gym.plugins.manager import Entry, PluginManager, referenced
 from areal_gym.plugins.specs import KINDS, EnvSpec
+from areal_gym.utils.code_references import is_code_reference
+from areal_gym.utils.session_objects import is_session_name
 
 Kind = str
 """A word of `KINDS`, like "losses"."""
+
+
+def is_reference(id: str) -> bool:
+    """Return whether an id says itself what it stands for: a class of a file or of a package."""
+    module = id.rpartition(":")[0]
+    # Without a dot it is the adapter of a plugin: `textarena:chess`.
+    return ("." in module and is_code_reference(id)) or is_session_name(id)
 
 
 def as_kind(word: str) -> Kind:
@@ -37,6 +53,8 @@ class Registry:
     def get(self, kind: Kind, id: str) -> Entry:
         """Return the entry of that kind and id; `adapter:NAME` is the adapter with that argument.
 
+        An environment may also be `FILE.py:CLASS` or `module:CLASS`.
+
         Raises:
             UnknownIdError: no plugin registered it.
             DuplicateIdError: several plugins did.
@@ -50,9 +68,12 @@ class Registry:
                 for entry in entries
                 if entry.id == adapter and isinstance(entry.spec, EnvSpec) and entry.spec.argument
             ]
+        if not claims and KINDS[kind] is EnvSpec and is_reference(id):
+            return referenced(EnvSpec, id)
         if not claims:
             near = did_you_mean(adapter, [entry.id for entry in entries])
-            hints = [near, f"see all: areal-gym list {kind}", *self.absences()]
+            of_file = f"name the class in the file: {id}:CLASS" if id.endswith(".py") else None
+            hints = [near, of_file, f"see all: areal-gym list {kind}", *self.absences()]
             raise UnknownIdError(f"no {KINDS[kind].kind} {id!r}", hints=hints)
         if len(claims) > 1:
             raise _duplicate(claims)
@@ -84,7 +105,13 @@ class Registry:
                     f"it takes: {', '.join(known) or 'no arguments'}",
                 ],
             ) from None
-        return cls(**arguments)
+        made = cls(**arguments)
+        if entry.plugin.is_reference and not hasattr(made, "astep"):
+            raise ConfigError(
+                f"{id} makes a {type(made).__name__}, which is no environment",
+                hints=["an environment is a subclass of areal_gym.TextEnv"],
+            )
+        return made
 
     def check_duplicates(self, kind: Kind) -> None:
         """Raise DuplicateIdError for the first id of the kind that is claimed twice."""

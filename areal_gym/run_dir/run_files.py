@@ -2,6 +2,7 @@
 
     config.yaml           the resolved settings; they run again as they are
     plugins.json          what was used: plugin, distribution and version, Python, platform
+    inputs/               copies of the user's files: rewards, tools, environments, small data
     metrics.jsonl         one line per step
     evaluations.jsonl     one line per evaluation on held-out tasks
     evaluations/          a folder for each `areal-gym eval --run` of this run
@@ -44,6 +45,7 @@ class RunFiles:
         self.path = path
         self.config_file = path / "config.yaml"
         self.plugins_file = path / "plugins.json"
+        self.inputs_dir = path / "inputs"
         self.metrics_file = path / "metrics.jsonl"
         self.evaluations_file = path / "evaluations.jsonl"
         self.evaluations_dir = path / "evaluations"

@@ -45,7 +45,7 @@ class Components:
         """Import environment and agent; raise UnknownIdError or ConfigError if that fails."""
         env = registry().get("envs", config.env.id)
         components = cls(
-            env_class=env.load(),
+            env_class=ReferencedEnv(env.id) if env.plugin.is_reference else env.load(),
             env_kwargs={**getattr(env.spec, "kwargs", {}), **config.env.kwargs},
             env_id=config.env.id,
             agent=_make("agents", config.agent, "agent.kwargs"),
@@ -57,7 +57,12 @@ class Components:
     def make_env(self) -> TextEnv:
         """Make a new instance; raise ConfigError if the environment does not take the arguments."""
         kwargs = self.env_kwargs
-        env: TextEnv = make_with(self.env_class, kwargs, key="env.kwargs", id=self.env_id)
+        env = make_with(self.env_class, kwargs, key="env.kwargs", id=self.env_id)
+        if not isinstance(env, TextEnv):
+            raise ConfigError(
+                f"{self.env_id} makes a {type(env).__name__}, which is no environment",
+                hints=["an environment is a subclass of areal_gym.TextEnv"],
+            )
         return env
 
     async def announce_sandboxes(self, say: Callable[[str], None]) -> list[SandboxReport]:
@@ -73,6 +78,22 @@ class Components:
         for report in reports:
             say(describe_sandbox(report))
         return reports
+
+
+class ReferencedEnv:
+    """The class that `FILE.py:CLASS` stands for; other processes load it from there."""
+
+    def __init__(self, id: str) -> None:
+        self._id = id
+        self._load = registry().get("envs", id).load
+        self.__signature__ = inspect.signature(self._load())
+
+    def __call__(self, **kwargs: Any) -> Any:
+        """Make an environment."""
+        return self._load()(**kwargs)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ReferencedEnv, (self._id,))
 
 
 def describe_sandbox(report: SandboxReport) -> str:

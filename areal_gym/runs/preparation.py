@@ -23,6 +23,7 @@ from areal_gym.runs.policy_directory import hash_of_policy, policy_directory, re
 from areal_gym.runs.restarts import Restarts
 from areal_gym.runs.resume import require_resumable
 from areal_gym.runs.run_display import Display
+from areal_gym.runs.run_inputs import save_inputs
 from areal_gym.runs.task_counts import announce_tasks
 from areal_gym.utils.command_words import quoted
 from areal_gym.utils.statistics import cpu_s
@@ -74,7 +75,13 @@ class PreparedRun:
             self.display.say(line)
         save_settings(directory, config)
         used = (entry.to_dict() for entry in entries_used(config))
+        inputs = directory.read_provenance().get("inputs", [])
         directory.save_provenance(used, hash_of_policy(self.policy))
+        if self.is_resumed and inputs:
+            directory.add_provenance(inputs=inputs)
+        for line in save_inputs(directory, config):
+            directory.append_log(line)
+            self.display.say(line)
         directory.save_tokenizer(self.policy)
         directory.report_start(step=self.step, steps=config.steps)
 

@@ -24,6 +24,14 @@ def is_code_reference(text: str) -> bool:
     return module.endswith(".py") or all(part.isidentifier() for part in module.split("."))
 
 
+def absolute_reference(reference: str) -> str:
+    """Return `FILE.py:NAME` with an absolute path; other references as they are."""
+    file, _, name = reference.rpartition(":")
+    if not file.endswith(".py"):
+        return reference
+    return f"{Path(file).expanduser().absolute()}:{name}"
+
+
 def load_reference(reference: str, what: str = "function") -> Any:
     """Import what the reference names; `what` is the noun of error messages.
 

@@ -19,8 +19,8 @@ BUILT_IN = [
     for entry in registry().entries("envs")
     if entry.plugin.distribution == "areal-gym"
     and entry.spec.shown_id == entry.id
-    # its tasks come from outside programs
-    and entry.id != "online"
+    # its tasks come from outside programs, or are the user's: tests/envs/test_prompts.py
+    and entry.id not in ("online", "prompts")
 ]
 
 

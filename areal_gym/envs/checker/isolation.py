@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import pickle
-import pkgutil
 import random
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from areal_gym.envs.checker.env_under_test import (
     play,
     play_async,
 )
+from areal_gym.utils.code_references import load_reference
 from areal_gym.utils.statistics import rss_mb
 
 _MOST_S = 300.0
@@ -72,7 +72,7 @@ def check_processes(subject: EnvUnderTest) -> None:
 def print_digest(argument: str) -> None:
     """Print the digest of episodes: the program that `check_processes` runs."""
     entry_point, kwargs, num_seeds = json.loads(argument)
-    env_class = pkgutil.resolve_name(entry_point)
+    env_class = load_reference(entry_point, "environment")
     print(digest(lambda: env_class(**kwargs), range(num_seeds)))
 
 

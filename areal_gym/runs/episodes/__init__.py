@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from areal_gym.chat import Renderer
+from areal_gym.config.prompts_settings import PROMPTS
 from areal_gym.engines.base import SamplingParams
 from areal_gym.envs.base import TextEnv, run_on_kept_loop
 from areal_gym.errors import UsageError
@@ -35,10 +36,13 @@ __all__ = ["Rollouts", "evaluate", "rollout"]
 
 def rollout(
     policy: Policy,
-    env: str | TextEnv | Callable[[], TextEnv],
+    env: str | TextEnv | Callable[[], TextEnv] | None = None,
     n: int = 64,
     concurrency: int = 64,
     *,
+    data: Any = None,
+    reward: Any = None,
+    tools: Any = None,
     split: str = "test",
     seed: int = 0,
     temperature: float = 1.0,
@@ -53,22 +57,19 @@ def rollout(
     """Play the first `n` tasks of a split, and then the first ones again if there are fewer.
 
     Args:
-        policy: a checkpoint's directory (sampled in this process), the URL of an OpenAI-compatible
-            server, an engine (it is started and closed here), or a function of the messages so
-            far that returns a text or a message (it may be asynchronous; otherwise it is called on
-            threads).
-        env: an environment's id, one that `areal_gym.make` has made, a class, or a function that
-            makes one.
-        n: episodes.
-        concurrency: how many are played at once.
+        policy: a checkpoint's directory, a model of the hub, the URL of an OpenAI-compatible
+            server, an engine (it is started and closed here), or a function of the messages that
+            returns a text or a message (asynchronous, or called on threads).
+        env: an id, `FILE.py:CLASS`, a class, a function that makes one, or what `areal_gym.make`
+            has made; by default that of your own prompts.
+        data, reward, tools: of your own prompts, as for `areal_gym.train`.
+        n, concurrency: the number of episodes, and of those that are played at once.
         split: the split whose tasks are played.
         seed: of the environment's chance and of sampling.
         temperature: 0 is greedy; functions ignore it.
-        max_new_tokens: per turn.
-        max_context: tokens of one episode, for a checkpoint's directory.
-        timeout_s: wall-clock limit of one episode; beyond it, it has failed. None: no limit.
-        model: the name that a server knows its model by.
-        renderer: messages to ids; needed for an engine only.
+        max_new_tokens, max_context: tokens per turn; of one episode, for a checkpoint.
+        timeout_s: limit of one episode, in seconds; beyond it, it has failed. None: no limit.
+        model, renderer: the name of a server's model; messages to ids, for an engine only.
         env_kwargs: arguments of the environment, with an id.
         progress: a bar; by default on terminals and in notebooks only.
 
@@ -80,7 +81,7 @@ def rollout(
         NothingToDoError: the split is empty.
     """
     _require_episodes(n=n, concurrency=concurrency)
-    make_env, env_id = _factory(env, env_kwargs or {})
+    make_env, env_id = _factory(env, env_kwargs or {}, tasks=data, reward=reward, tools=tools)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
     playing = opened(policy, params, model, renderer, max_context, timeout_s, env_id)
 
@@ -112,11 +113,14 @@ def rollout(
 
 def evaluate(
     policy: Policy,
-    env: str | TextEnv | Callable[[], TextEnv],
+    env: str | TextEnv | Callable[[], TextEnv] | None = None,
     n: int = 64,
     k: int = 1,
     concurrency: int = 64,
     *,
+    data: Any = None,
+    reward: Any = None,
+    tools: Any = None,
     split: str = "test",
     seed: int = 0,
     temperature: float = 1.0,
@@ -147,7 +151,7 @@ def evaluate(
         FailureBudgetError: too many episodes fail for the numbers to mean anything.
     """
     _require_episodes(n=n, k=k, concurrency=concurrency)
-    make_env, env_id = _factory(env, env_kwargs or {})
+    make_env, env_id = _factory(env, env_kwargs or {}, tasks=data, reward=reward, tools=tools)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
     playing = opened(policy, params, model, renderer, max_context, timeout_s, env_id)
 
@@ -179,10 +183,25 @@ def _require_episodes(**numbers: int) -> None:
 
 
 def _factory(
-    env: str | TextEnv | Callable[[], TextEnv], kwargs: Mapping[str, Any]
+    env: str | TextEnv | Callable[[], TextEnv] | None, kwargs: Mapping[str, Any], **own: Any
 ) -> tuple[Callable[[], TextEnv], str]:
+    """Return a function that makes environments, and their id; `own` are data, reward and tools."""
+    given = {name: value for name, value in own.items() if value is not None}
+    if env is None and not given:
+        raise UsageError(
+            "which environment?",
+            hints=['name one: env="tir"', "or give your own prompts: data=rows, reward=exact"],
+        )
+    if env is None or (isinstance(env, str) and given):
+        env, kwargs = env or PROMPTS, {**kwargs, **given}
+        # All instances share the tasks: rows in memory, or of a generator, are read once.
+        tasks = registry().make("envs", env, **kwargs).tasks
+        kwargs = {**kwargs, "tasks": tasks} if "tasks" in given else kwargs
     if isinstance(env, str):
-        return lambda: registry().make("envs", env, **kwargs), env
+        id = env
+        return lambda: registry().make("envs", id, **kwargs), id
+    if given:
+        raise UsageError(f"{' and '.join(own)} are for own prompts, or for an environment's id")
     if kwargs:
         raise UsageError("env_kwargs are for an environment's id")
     if not isinstance(env, TextEnv):

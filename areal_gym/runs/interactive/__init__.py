@@ -9,6 +9,7 @@ areal_gym.evaluate(result.policy, "tir", n=200)
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,13 @@ from areal_gym.run_dir.run_dir import RunDir, RunMode
 from areal_gym.run_dir.run_list import run_path
 from areal_gym.runs.callbacks import Callback
 from areal_gym.runs.interactive.notebook_display import shown_display
+from areal_gym.runs.interactive.train_arguments import (
+    own_settings,
+    refuse_nested_training,
+    require_named_model,
+    require_task,
+)
+from areal_gym.runs.run_inputs import with_copies
 from areal_gym.runs.train import train as run_training
 from areal_gym.utils.markup import number
 
@@ -80,6 +88,11 @@ class TrainingResult:
 def train(
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
+    data: Any = None,
+    reward: Any = None,
+    tools: Any = None,
+    model: str | Path | Mapping[str, Any] | None = None,
+    env: Any = None,
     out: str | Path | None = None,
     mode: RunMode = "new",
     from_step: int | None = None,
@@ -91,20 +104,26 @@ def train(
 
     Example::
 
-        class Enough(areal_gym.Callback):
-            def on_evaluation(self, step, metrics):
-                if metrics["eval/sampled"] > 0.9:
-                    raise areal_gym.StopTraining("good enough")
+        def exact(completion, answer):
+            return float(completion.strip() == answer)
 
-        result = areal_gym.train(
-            env="tir", steps=60, rollout={"group_size": 8}, callbacks=[Enough()]
-        )
+        rows = [{"prompt": "What is 2+2?", "answer": "4"}, ...]
+        areal_gym.train(data=rows, reward=exact, model="Qwen/Qwen3-0.6B")
+
+    In an environment: `areal_gym.train(env="tir", steps=60, rollout={"group_size": 8})`.
 
     It also works inside a running event loop. Ctrl-C, or a notebook's "interrupt", saves the
     progress, stops everything that was started and raises KeyboardInterrupt; `mode="resume"` with
     the same `out` continues.
 
     Args:
+        data: rows with a prompt each: a list, a pandas or `datasets` object, a file, an id of the
+            hub. The environment is then `prompts`, unless `env` is given.
+        reward: a function of the completion and the row's columns; an id (`areal-gym list
+            rewards`); a list of them, or weights by reward (docs/rewards.md).
+        tools: functions that the policy may call, or classes with `@areal_gym.tool` methods.
+        model: a checkpoint's directory, OWNER/NAME on the Hugging Face hub, or "starter".
+        env: an environment's id, a class, a function that makes one, or `FILE.py:CLASS`.
         config: settings, as a `RunConfig`, as a mapping, or as the file of a recipe. With
             `mode="resume"`, those of the run unless others are given.
         out: the run's directory; by default `runs/ENV-DATE-TIME`.
@@ -113,22 +132,17 @@ def train(
         callbacks: receive steps, evaluations and checkpoints; they may stop training.
         progress: a live display; by default on terminals and in notebooks only.
         settings: single settings, on top of `config`: `steps=60`, `trainer={"lr": 1e-4}`;
-            `env="tir"` and the like name a plugin.
+            `agent="chat"` and the like name a plugin.
 
     Raises:
         GymError: see `areal_gym.errors`; the progress so far is saved where the disk allows.
     """
+    refuse_nested_training()
     place = None if out is None else Path(out)
-    if mode not in get_args(RunMode):
-        raise ConfigError(f"mode={mode!r} is none of: {', '.join(get_args(RunMode))}")
-    if mode != "new" and place is None:
-        raise ConfigError(f"mode={mode!r} needs the run's directory", hints=["name it: out=..."])
-    if mode == "resume" and config is None and place is not None:
-        recipe = RunDir(place).recipe()
-        resolved = _resolve(recipe, settings)
-        require_chosen(resolved, recipe, [key for key, _ in _leaves(settings)])
-    else:
-        resolved = _resolve(config, settings)
+    settings = own_settings(
+        data=data, reward=reward, tools=tools, model=model, env=env, settings=settings
+    )
+    resolved = _settings_of_run(config, settings, place, mode)
     with run_path(place, resolved.label) as path, shown_display(progress) as display:
         summary = run_training(
             resolved,
@@ -139,6 +153,30 @@ def train(
             callbacks=callbacks,
         )
     return TrainingResult(RunDir(path), summary)
+
+
+def _settings_of_run(
+    config: RunConfig | Mapping[str, Any] | str | Path | None,
+    settings: Mapping[str, Any],
+    place: Path | None,
+    mode: RunMode,
+) -> RunConfig:
+    """Return the settings to train with; those of the run in `place` if it goes on."""
+    if mode not in get_args(RunMode):
+        raise ConfigError(f"mode={mode!r} is none of: {', '.join(get_args(RunMode))}")
+    if mode != "new" and place is None:
+        raise ConfigError(f"mode={mode!r} needs the run's directory", hints=["name it: out=..."])
+    if mode == "resume" and config is None and place is not None:
+        recipe = RunDir(place).recipe()
+        resolved, remarks = with_copies(_resolve(recipe, settings), place)
+        require_chosen(resolved, recipe, [key for key, _ in _leaves(settings)])
+        for remark in remarks:
+            warnings.warn(remark, stacklevel=3)
+        return resolved
+    require_task(config, settings)
+    resolved = _resolve(config, settings)
+    require_named_model(config, settings, resolved.env.id, resolved.engine.model)
+    return resolved
 
 
 def _resolve(

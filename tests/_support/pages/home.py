@@ -18,6 +18,7 @@ def write_files(directory):
     for name, rows in {
         "questions.jsonl": questions,
         "algebra.jsonl": questions,
+        "prompts.jsonl": [{"prompt": f"What is {n}+1?", "answer": str(n + 1)} for n in range(40)],
         "twos.jsonl": twos,
         "data/gsm8k/train.jsonl": questions,
         "data/gsm8k/test.jsonl": twos,

@@ -46,11 +46,12 @@ class Reader:
     def write_files(self, blocks):
         """Write Python blocks that begin with a file's name to that file."""
         for block in blocks:
-            if header := re.match(r"# (\w+)/(\w+\.py)\n", block.text):
-                package = self.directory / header[1]
-                package.mkdir(exist_ok=True)
-                (package / "__init__.py").touch()
-                with (package / header[2]).open("a") as file:
+            if header := re.match(r"# (?:(\w+)/)?(\w+\.py)\n", block.text):
+                folder = self.directory / (header[1] or ".")
+                folder.mkdir(exist_ok=True)
+                if header[1]:
+                    (folder / "__init__.py").touch()
+                with (folder / header[2]).open("a") as file:
                     file.write(block.text)
         importlib.invalidate_caches()
 

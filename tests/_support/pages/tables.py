@@ -8,6 +8,7 @@ SUBSTITUTIONS = (
     (r"\bRUN --refused", "runs/refused --refused"),
     (r"\bRUN\b", "runs/ended"),
     (r"\bDIR\b", "{policy}"),
+    (r"(?<=--model )Qwen/Qwen3-0\.6B", "{policy}"),
 )
 """(text of the docs, text that is typed), applied in this order."""
 
@@ -24,6 +25,7 @@ EXTRA_ARGUMENTS = (
     (r"^areal-gym train (?!.*--dry-run)", SMALL),
     (r"^areal-gym train .*(filters=.*(zero|rate)|=dapo)", TWOS),
     (r"^areal-gym train .*(-c|--objective) .*(sft|dpo|reward|distill)", FEW_EXAMPLES),
+    (r"^areal-gym train --data ", ("engine.max_context=256",)),
     (r"^areal-gym eval ", SMALL[1:]),
     (r"^areal-gym check ", ("--tasks", "1", "--concurrent", "8")),
 )
@@ -78,5 +80,6 @@ NOT_RUN = (
 DRAWINGS = (
     (r"^(?:rewards|tasks) ->|^this process +Ray|^first prompt \|",),
     (r"^areal-gym train, eval, view|^runs/NAME|^message = await episode",),
+    (r"^import areal_gym\n\nareal_gym\.train\(",),  # tests/runs/test_own_prompts.py runs it
     (r"^VLLM_SERVER_DEV_MODE=1",),  # another program's command
 )

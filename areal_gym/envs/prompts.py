@@ -1,0 +1,163 @@
+"""Your prompts, your rewards, your tools: the environment of `areal-gym train --data --reward`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.given_tools import GivenTools
+from areal_gym.envs.prompt_rows import drafts, messages_of, plain_value, prompt_column
+from areal_gym.errors import UsageError
+from areal_gym.rewards import RewardInput, RewardSet, load_rewards
+from areal_gym.tasks import TaskSource
+from areal_gym.tasks.given_tasks import open_tasks, read_once
+from areal_gym.types import Message, Task
+from areal_gym.utils.session_objects import with_objects
+
+
+class PromptsEnv(TextEnv):
+    """Your own prompts and reward: each row of data is a task, and functions score the answer.
+
+    A row has a prompt in the column `prompt` (a text, or messages), `messages` or `question`; the
+    rewards get the answer and all columns (docs/rewards.md). With tools, the policy calls them
+    until it writes a message without a call. The final message is scored; a dialogue that reaches
+    `max_turns` is scored as it is.
+
+    Args:
+        tasks: the rows: a list, a file, a data set, or settings with `test`, `where`, `fields`
+            and `heldout` (docs/data.md).
+        reward: one reward or several with weights: functions, `FILE.py:NAME`, or ids
+            (`areal-gym list rewards`).
+        tools: functions that the policy may call, or classes with `@areal_gym.tool` methods, or
+            `FILE.py:NAME` of them.
+        system_prompt: goes before prompts that have no system message of their own.
+        prompt: the column of the prompt [prompt, messages or question].
+        max_turns: assistant messages per episode, when there are tools.
+    """
+
+    suspends = True
+    has_gold = False
+
+    def __init__(
+        self,
+        tasks: Any = None,
+        reward: Any = None,
+        *,
+        tools: Any = (),
+        system_prompt: str | None = None,
+        prompt: str | None = None,
+        max_turns: int = 8,
+        render_mode: str | None = None,
+    ) -> None:
+        _require_given(tasks, reward)
+        self.rewards = _load_rewards(with_objects(reward))
+        required = tuple((c, each.name) for each in self.rewards for c in each.required_columns)
+        source = open_tasks(with_objects(tasks), drafts(prompt, required))
+        super().__init__(tasks=source, render_mode=render_mode)
+        self._given_tools = GivenTools(tools)
+        self._system_prompt = system_prompt
+        self._prompt_column = prompt
+        self._tool_results: list[str] = []
+        self.tools = self._given_tools.fresh()
+        self.max_turns = max_turns if self.tools else 1
+        # `gold` is an answer that earns all; other columns need not be.
+        self.has_gold = "gold" in _first_row(source)
+
+    def first_messages(self, task: Task) -> Sequence[Message]:
+        """Return the row's prompt, after the system prompt."""
+        self._tool_results = []
+        self.tools = self._given_tools.fresh()
+        messages = messages_of(self._prompt)
+        if self._system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        return messages
+
+    async def respond(self, message: Message) -> Response:
+        """Run the calls of tools; score a message that has none, and the last one."""
+        metrics: dict[str, float] = {}
+        results: Sequence[Message] = ()
+        if self.tools:
+            called = await self.call_tools(message)
+            results = called.messages
+            self._tool_results += [result["content"] for result in results]
+            metrics = {"tool_calls": called.num_calls, "tool_errors": called.num_errors}
+            if results and self.num_turns < self.max_turns:
+                return Response(messages=results, metrics=metrics)
+        score = await self.rewards.score(
+            RewardInput(
+                completion=message["content"],
+                messages=(*self.messages, *results),
+                prompt=self._prompt,
+                tool_results=tuple(self._tool_results),
+                row=plain_value(self.task.data),  # lists are lists again
+                where=f"task {self.task.id}",
+            )
+        )
+        return Response(
+            messages=results,
+            reward=score.reward,
+            reward_parts=score.parts,
+            metrics={**metrics, **score.metrics},
+            is_terminated=not results,
+        )
+
+    def gold_action(self) -> str:
+        """Return the row's `gold`, or else its `answer`; a row with neither is a UsageError."""
+        for column in ("gold", "answer"):
+            if (gold := self.task.data.get(column)) is not None:
+                return str(gold)
+        raise UsageError(
+            "the rows have no column 'answer' that a small policy could imitate",
+            hints=["name a model: --model Qwen/Qwen3-0.6B"],
+        )
+
+    @property
+    def _prompt(self) -> Any:
+        column = prompt_column(self.task.data, self._prompt_column)
+        if column is None:  # a task that was given, from elsewhere
+            raise UsageError(f"task {self.task.id} has no prompt")
+        return plain_value(self.task.data[column])
+
+
+def _require_given(tasks: Any, reward: Any) -> None:
+    if tasks is None:
+        raise UsageError(
+            "which data? The environment 'prompts' asks the prompts of your rows",
+            hints=["from the command line: --data prompts.jsonl", "from Python: data=rows"],
+        )
+    if reward is None:
+        raise UsageError(
+            "which reward? The environment 'prompts' scores answers by your reward",
+            hints=[
+                "a function of yours: --reward rewards.py:exact, or from Python reward=exact",
+                "one of ours: --reward exact (areal-gym list rewards)",
+            ],
+        )
+
+
+def _load_rewards(reward: Any) -> RewardSet:
+    """Return the rewards, of one run's environments the same: they share threads and clients."""
+    return _loaded_once(reward, _versions(reward))
+
+
+@read_once
+def _loaded_once(reward: Any, versions: Any) -> RewardSet:
+    return load_rewards(reward)
+
+
+def _versions(reward: Any) -> Any:
+    """Return the times of the files that are named: a file that was edited is loaded again."""
+    if isinstance(reward, Mapping):
+        return [_versions([*reward.keys(), *reward.values()])]
+    if isinstance(reward, list | tuple):
+        return [_versions(each) for each in reward]
+    file, separator, _ = str(reward).rpartition(".py:")
+    path = Path(f"{file}.py")
+    return path.stat().st_mtime_ns if separator and path.is_file() else None
+
+
+def _first_row(source: TaskSource) -> Mapping[str, Any]:
+    split = "train" if source.num_tasks("train") != 0 else "test"
+    return source.at(0, split).data
