@@ -56,20 +56,22 @@ def rollout(
 ) -> Rollouts:
     """Play the first `n` tasks of a split, and then the first ones again if there are fewer.
 
+    `data`, `reward` and `tools` are those of `areal_gym.train`. At most `concurrency` episodes are
+    played at once, with up to `max_new_tokens` per turn and, of a checkpoint, `max_context` in all.
+
     Args:
         policy: a checkpoint's directory, a model of the hub, the URL of an OpenAI-compatible
             server, an engine (it is started and closed here), or a function of the messages that
             returns a text or a message (asynchronous, or called on threads).
         env: an id, `FILE.py:CLASS`, a class, a function that makes one, or what `areal_gym.make`
             has made; by default that of your own prompts.
-        data, reward, tools: of your own prompts, as for `areal_gym.train`.
-        n, concurrency: the number of episodes, and of those that are played at once.
+        n: the number of episodes.
         split: the split whose tasks are played.
         seed: of the environment's chance and of sampling.
         temperature: 0 is greedy; functions ignore it.
-        max_new_tokens, max_context: tokens per turn; of one episode, for a checkpoint.
         timeout_s: limit of one episode, in seconds; beyond it, it has failed. None: no limit.
-        model, renderer: the name of a server's model; messages to ids, for an engine only.
+        model: the name of a server's model.
+        renderer: messages to ids, for an engine only.
         env_kwargs: arguments of the environment, with an id.
         progress: a bar; by default on terminals and in notebooks only.
 
