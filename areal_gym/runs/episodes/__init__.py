@@ -13,7 +13,7 @@ the episodes that have begun.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from areal_gym.rollout.eval_report import EvalReport
 from areal_gym.rollout.evaluate import first_tasks, measure, play_all
 from areal_gym.runs.episodes.policies import Policy, opened
 from areal_gym.runs.episodes.rollout_table import Rollouts
+from areal_gym.types import Task
 from areal_gym.utils.progress import progress_bar
 
 __all__ = ["Rollouts", "evaluate", "rollout"]
@@ -56,8 +57,8 @@ def rollout(
 ) -> Rollouts:
     """Play the first `n` tasks of a split, and then the first ones again if there are fewer.
 
-    `data`, `reward` and `tools` are those of `areal_gym.train`. At most `concurrency` episodes are
-    played at once, with up to `max_new_tokens` per turn and, of a checkpoint, `max_context` in all.
+    `data`, `reward` and `tools` are those of `areal_gym.train`, `concurrency` limits the episodes at
+    once, `max_new_tokens` the tokens of a turn and `max_context` those of a checkpoint's episode.
 
     Args:
         policy: a checkpoint's directory, a model of the hub, the URL of an OpenAI-compatible
@@ -92,17 +93,8 @@ def rollout(
             start_s = time.perf_counter()
             envs = EnvPool(make_env)
             tasks = await first_tasks(envs, split, n, concurrency)
-
-            def request(place: int, attempt: int) -> EpisodeRequest:
-                return EpisodeRequest(
-                    task=tasks[place % len(tasks)],
-                    seed=derive_seed(seed, place),
-                    trajectory_id=f"t{place:06d}",
-                    group_id=f"g{place % len(tasks):06d}",
-                )
-
             trajectories = await play_all(
-                [partial(request, place) for place in range(n)],
+                [partial(_request, tasks, seed, place) for place in range(n)],
                 LocalEpisodeRunner(envs, play_episode),
                 max_in_flight=concurrency,
                 on_progress=on_progress,
@@ -176,6 +168,15 @@ def evaluate(
 
     with progress_bar(f"evaluate in {env_id}", n * k, progress) as advance:
         return run_on_kept_loop(play(advance))
+
+
+def _request(tasks: Sequence[Task], seed: int, place: int, attempt: int) -> EpisodeRequest:
+    return EpisodeRequest(
+        task=tasks[place % len(tasks)],
+        seed=derive_seed(seed, place),
+        trajectory_id=f"t{place:06d}",
+        group_id=f"g{place % len(tasks):06d}",
+    )
 
 
 def _require_episodes(**numbers: int) -> None:
