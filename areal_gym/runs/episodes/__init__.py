@@ -57,7 +57,7 @@ def rollout(
 ) -> Rollouts:
     """Play the first `n` tasks of a split, and then the first ones again if there are fewer.
 
-    `data`, `reward` and `tools` are those of `areal_gym.train`, `concurrency` limits the episodes at
+    `data`, `reward` and `tools` are those of `areal_gym.train`. `concurrency` limits episodes at
     once, `max_new_tokens` the tokens of a turn and `max_context` those of a checkpoint's episode.
 
     Args:
