@@ -95,15 +95,22 @@ def view_command(
     with listen(host, port) as listener:
         query = f"?token={token}" if token else ""
         url = f"{http_address(host, listener.getsockname()[1])}/{query}"
-        names = [run.name for run in catalog.runs()]
+        shown = catalog.runs()
+        names = [run.name for run in shown if not run.is_evaluation]
+        evaluations = catalog.evaluation_paths()
         if as_json:
-            print_json({"url": url, "runs": names})
+            print_json({"url": url, "runs": [run.name for run in shown]})
         else:
             if len(names) == 1:
                 url += f"#/run/{quote(names[0])}"
+            elif not names:
+                is_one = len(shown) == len(evaluations) == 1
+                url += f"#/eval/{quote(shown[0].name)}" if is_one else "#/evals"
             print_data(url)
         sys.stdout.flush()  # the reader of a pipe needs it now
-        talk(f"{counted(len(names), 'run')}; Ctrl-C stops the viewer")
+        parts = [counted(len(names), "run")] if names or not evaluations else []
+        parts += [counted(len(evaluations), "evaluation")] if evaluations else []
+        talk(f"{' and '.join(parts)}; Ctrl-C stops the viewer")
         if browser and not as_json:
             webbrowser.open(url)
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how the viewer ends

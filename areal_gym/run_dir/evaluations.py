@@ -222,7 +222,7 @@ class Evaluation:
                     raise DataError(f"{self.samples_file} has a line that is not a sample")
                 yield row
         elif self.trajectories_file.is_file():
-            yield from map(_sample_of, TrajectoryFile(self.trajectories_file).page())
+            yield from map(sample_of, TrajectoryFile(self.trajectories_file).page())
 
     @cached_property
     def _sorted(self) -> list[dict[str, Any]]:
@@ -292,7 +292,8 @@ def _info_of_settings(path: Path, settings: Mapping[str, Any], **facts: Any) -> 
     )
 
 
-def _sample_of(head: Head) -> dict[str, Any]:
+def sample_of(head: Head) -> dict[str, Any]:
+    """Return the sample of a trajectory, with the keys `SAMPLE_KEYS`."""
     row = head.summary
     match = _TRAJECTORY_ID.match(str(row["id"]))
     index, attempt = map(int, match.groups()) if match else (0, 0)

@@ -85,8 +85,21 @@ class TrajectoryFile:
             DataError: a line is not a trajectory.
         """
         head = self._head(place)
-        row = _parsed(self._raw(head, head.num_bytes), self.path, place)
-        for span in row["spans"]:
+        return self.read_at(head.offset, head.num_bytes, place=place)
+
+    def read_at(self, offset: int, num_bytes: int, *, place: int = 0) -> dict[str, Any]:
+        """Read the trajectory whose line is at a known offset, without an index of the file.
+
+        Raises:
+            DataError: there is no such line; errors name `place`.
+        """
+        with open_data(self.path) as stream:
+            stream.seek(max(0, offset - 1))
+            raw = stream.read(num_bytes + (offset > 0))
+        if (offset > 0 and raw[:1] != b"\n") or not raw.endswith(b"\n"):
+            raise DataError(f"{self.path} has no line of {num_bytes} bytes at byte {offset}")
+        row = _parsed(raw, self.path, place)
+        for span in row.get("spans", ()):
             for name in ("token_ids", "logprobs", "teacher_logprobs"):
                 if isinstance(span, dict) and isinstance(span.get(name), dict):
                     span[name] = _numbers(span[name], self.path, place)

@@ -13,11 +13,19 @@ from typing import Any, ClassVar
 
 from areal_gym.errors import DataError, NothingToDoError, UnknownIdError, choices
 from areal_gym.report.chart_table import CHARTS
+from areal_gym.run_dir.evaluations import evaluation_paths
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.run_notes import RunNotes
 from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.utils.files import path_hints
-from areal_gym.viewer.safe_paths import GrowingFile, contained, finite, read_object, read_settings
+from areal_gym.viewer.safe_paths import (
+    GrowingFile,
+    contained,
+    finite,
+    read_identity,
+    read_object,
+    read_settings,
+)
 from areal_gym.viewer.vocabulary import Vocabulary
 
 _SPARKS = 60
@@ -34,7 +42,7 @@ class Catalog:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = [path.absolute() for path in paths]
         self._runs: dict[Path, Run] = {}
-        if not self.runs():
+        if not self.runs() and not self.evaluation_paths():
             names = ", ".join(str(path) for path in paths)
             near = [hint for path in paths for hint in path_hints(path)]
             raise NothingToDoError(
@@ -45,13 +53,22 @@ class Catalog:
         """Return all runs."""
         runs: dict[str, Run] = {}
         for path in _run_directories(self._paths):
-            run = self._runs.setdefault(path, Run(path))
+            if (run := self._runs.get(path)) is None:
+                run = self._runs.setdefault(path, Run(path))
             name, number = path.name, 2
             while name in runs:  # two roots may hold the same name
                 name, number = f"{path.name}~{number}", number + 1
             run.name = name
             runs[name] = run
         return list(runs.values())
+
+    def evaluation_paths(self, run: Run | None = None) -> list[Path]:
+        """Return the directories of evaluations, also those inside of runs and suites, or one."""
+        paths: list[Path] = []
+        for root in self._paths if run is None else [run.path]:
+            with suppress(OSError):
+                paths += evaluation_paths(root)
+        return list(dict.fromkeys(paths))
 
     def run(self, name: str) -> Run:
         """Return the run of that name; raise UnknownIdError if there is none."""
@@ -68,7 +85,7 @@ class Run:
         **dict.fromkeys(("error", "env", "objective", "algorithm", "seed", "steps", "reward")),
         **{"status": "stopped", "model": "", "step": 0, "rewards": [], "heldout": []},
         **{"train_s": None, "changed_s": 0.0, "problems": []},
-        **{"started_s": None, "duration_s": None, "tags": [], "note": ""},
+        **{"is_evaluation": False, "started_s": None, "duration_s": None, "tags": [], "note": ""},
     }
     """The card of a run that cannot be read."""
 
@@ -87,7 +104,7 @@ class Run:
         rows = self._metrics.sample(_SPARKS)
         rewards = [_number(row.get("reward/mean")) for row in rows]
         evaluations = self.evaluations()
-        settings, problems = self.settings(), self._problems()
+        settings, problems = self.identity(), self._problems()
         status, error = self._status()
         notes, times = RunNotes(), self._times()
         try:
@@ -101,12 +118,13 @@ class Run:
             problems.append(damage.message)
         return {
             "name": self.name,
+            "is_evaluation": self.is_evaluation,
             "status": status,
             "error": error,
-            "env": _scalar(_at(settings, "env", "id")),
+            "env": _scalar(nested(settings, "env", "id")),
             "objective": _scalar(settings.get("objective")),
-            "algorithm": _scalar(_at(settings, "trainer", "algorithm")),
-            "model": Path(str(_at(settings, "engine", "model") or "")).name,
+            "algorithm": _scalar(nested(settings, "trainer", "algorithm")),
+            "model": Path(str(nested(settings, "engine", "model") or "")).name,
             "seed": _number(settings.get("seed")),
             "step": int(rows[-1].get("step", 0)) if rows else 0,
             "steps": _number(settings.get("steps")),
@@ -144,6 +162,11 @@ class Run:
         }
 
     @property
+    def is_evaluation(self) -> bool:
+        """Whether it holds nothing but an evaluation."""
+        return not self.directory.config_file.exists()
+
+    @property
     def step(self) -> int:
         """The number of the newest step."""
         rows = self.metrics()
@@ -156,6 +179,14 @@ class Run:
         if self._settings[0] != stamp:
             self._settings = stamp, read_settings(self.path, self.directory.config_file)
         return self._settings[1]
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that a card shows."""
+        if self._settings[0] == 0:
+            found = read_identity(self.path, self.directory.config_file)
+            if found is not None:
+                return found
+        return self.settings()
 
     def summary(self) -> dict[str, Any] | None:
         """Return the run's outcome, None until it ends; raise DataError if it is damaged."""
@@ -222,12 +253,7 @@ class Run:
         It is its line, with shorter numbers, and `place`; `trained`, the advantages and
         log-probabilities of its sampled tokens in their order, or null; `texts` of its token ids.
         """
-        row = self.file(file).read(place)
-        for span in row["spans"]:
-            span.pop("routed_experts", None)  # as large as all the rest, and nothing to look at
-            for name in ("logprobs", "teacher_logprobs"):
-                if span.get(name) is not None:
-                    span[name] = [v if v is None else round(v, 5) for v in span[name]]
+        row = shortened(self.file(file).read(place))
         row |= {"trained": self.trained(file).read(place), "place": place}
         if has_texts:
             row["texts"] = self.vocabulary.texts(i for s in row["spans"] for i in s["token_ids"])
@@ -287,28 +313,36 @@ class Run:
             for name, file in counts.items()
             if file.num_damaged
         ]
-        if self.directory.config_file.exists() and not self.settings():
+        if self.directory.config_file.exists() and not self.identity():
             problems.append("config.yaml: these settings cannot be read")
         return problems
+
+
+def shortened(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a trajectory's line with shorter numbers, and without what no page shows."""
+    for span in row["spans"]:
+        span.pop("routed_experts", None)  # as large as all the rest, and nothing to look at
+        for name in ("logprobs", "teacher_logprobs"):
+            if span.get(name) is not None:
+                span[name] = [v if v is None else round(v, 5) for v in span[name]]
+    return row
 
 
 def _run_directories(paths: Iterable[Path]) -> list[Path]:
     directories = []
     for path in paths:
-        try:
-            inside = sorted(path.iterdir()) if path.is_dir() else []
-        except OSError:
-            inside = []
-        directories += [p for p in (path, *inside) if _is_run(RunDir(p))]
+        names = []
+        with suppress(OSError):
+            names = sorted(os.listdir(path))
+        # Paths are made of runs only: there may be thousands, and the list is asked for often.
+        found = (place for place in (f"{path}", *(f"{path}/{n}" for n in names)) if _is_run(place))
+        directories += [path if place == f"{path}" else Path(place) for place in found]
     return list(dict.fromkeys(directories))
 
 
-def _is_run(run: RunDir) -> bool:
+def _is_run(path: str) -> bool:
     # An evaluation on its own keeps nothing but trajectories.
-    try:
-        return run.config_file.is_file() or run.trajectories_dir.is_dir()
-    except OSError:  # a directory without permission
-        return False
+    return os.path.isfile(f"{path}/config.yaml") or os.path.isdir(f"{path}/trajectories")
 
 
 def _facts(file: Path) -> tuple[int, int, int] | None:
@@ -320,7 +354,8 @@ def _facts(file: Path) -> tuple[int, int, int] | None:
     return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
-def _at(value: Any, *keys: str) -> Any:
+def nested(value: Any, *keys: str) -> Any:
+    """Return what lies under keys of nested objects, None where one is missing."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
@@ -336,8 +371,8 @@ def _scalar(value: Any) -> Any:
 
 
 def _heldout(row: dict[str, Any]) -> Any:
-    sampled = _number(_at(row, "sampled", "pass@1"))
-    return _number(_at(row, "heldout", "accuracy")) if sampled is None else sampled
+    sampled = _number(nested(row, "sampled", "pass@1"))
+    return _number(nested(row, "heldout", "accuracy")) if sampled is None else sampled
 
 
 def _short(value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 from areal_gym.utils.files import to_json, write_atomic
 from areal_gym.viewer.catalog import Catalog, Run
+from areal_gym.viewer.evaluation_catalog import EvaluationCatalog
 
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
 
@@ -24,7 +25,11 @@ def export(catalog: Catalog, file: Path) -> int:
     """
     static = resources.files("areal_gym.viewer").joinpath("static")
     chunks: list[str] = []
-    runs = [_packed(run, chunks) for run in catalog.runs()]
+    runs = [_packed(run, chunks) for run in catalog.runs() if not run.is_evaluation]
+    found = EvaluationCatalog(catalog)
+    known = {run["about"]["card"]["name"]: run for run in runs}
+    evaluations = [_packed_evaluation(found, card, known, chunks) for card in found.cards()]
+    data = {"runs": runs, "evaluations": evaluations}
     script = _bundled()
     style = static.joinpath("style.css").read_text(encoding="utf-8")
     policy = (
@@ -40,7 +45,7 @@ def export(catalog: Catalog, file: Path) -> int:
             '<meta name="color-scheme" content="light dark">',
             '<title>areal-gym</title><link rel="icon" href="data:,">',
             f"<style>{style}</style></head><body>",
-            f'<script type="application/json" id="data">{_inert({"runs": runs})}</script>',
+            f'<script type="application/json" id="data">{_inert(data)}</script>',
             *chunks,
             f'<script type="module">{script}</script>',
             "</body></html>\n",
@@ -65,10 +70,7 @@ def _packed(run: Run, chunks: list[str]) -> dict[str, Any]:
         ids.update(i for row in details for span in row["spans"] for i in span["token_ids"])
         names[name] = f"chunk-{len(chunks)}"
         lists[name] = run.page(name)
-        text = json.dumps(details, ensure_ascii=False, separators=(",", ":"))
-        packed = gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)
-        data = base64.b64encode(packed).decode()
-        chunks.append(f'<script type="text/plain" id="{names[name]}">{data}</script>')
+        chunks.append(_chunk(names[name], details))
     return {
         "about": run.about(),
         "curves": run.curves(),
@@ -76,6 +78,34 @@ def _packed(run: Run, chunks: list[str]) -> dict[str, Any]:
         "chunks": names,
         "texts": run.vocabulary.texts(ids),
     }
+
+
+def _packed_evaluation(
+    evaluations: EvaluationCatalog,
+    card: dict[str, Any],
+    runs: dict[str, dict[str, Any]],
+    chunks: list[str],
+) -> dict[str, Any]:
+    """Return an evaluation; of one on a run's schedule, the run has the trajectories already."""
+    id, run = card["id"], runs.get(card["run"])
+    samples = evaluations.page(id)
+    about = {**card, "details": {}}
+    if run is not None and (chunk := run["chunks"].get(evaluations.file_of(id))) is not None:
+        return {"about": about, "samples": samples, "chunk": chunk, "texts": run["texts"]}
+    num = len(samples["columns"]["task"])
+    details = [evaluations.trajectory(id, place, has_texts=False) for place in range(num)]
+    ids = {i for row in details for span in row["spans"] for i in span["token_ids"]}
+    name = f"chunk-{len(chunks)}"
+    chunks.append(_chunk(name, details))
+    texts = evaluations.texts(id, iter(ids))
+    return {"about": about, "samples": samples, "chunk": name, "texts": texts}
+
+
+def _chunk(name: str, details: list[dict[str, Any]]) -> str:
+    text = json.dumps(details, ensure_ascii=False, separators=(",", ":"))
+    packed = gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)
+    data = base64.b64encode(packed).decode()
+    return f'<script type="text/plain" id="{name}">{data}</script>'
 
 
 def _inert(value: Any) -> str:

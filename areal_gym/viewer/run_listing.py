@@ -85,6 +85,7 @@ class RunListing:
             if entry is None:
                 self._number += 1
                 stub = {**Run.EMPTY_CARD, "name": run.name, "is_stub": True}
+                stub["is_evaluation"] = run.is_evaluation
                 stub["changed_s"] = run.changed_s
                 self._entries[run.path] = _Entry(run, stamp, stub, self._number)
             elif entry.stamp != stamp:

@@ -5,22 +5,34 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from datetime import date
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, BinaryIO
 
 from areal_gym.errors import DataError
-from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper, open_data, read_json, read_yaml
+from areal_gym.utils.files import (
+    MAX_JSON_DEPTH,
+    is_nested_deeper,
+    open_data,
+    read_bytes,
+    read_json,
+    read_yaml,
+)
 
 _MAX_SETTINGS = 20_000
 """The limit of values in a settings file."""
 _MAX_GROWING_BYTES = 2**28
-_MAX_SAMPLED = 2**18
-"""Files up to this size are read whole, larger ones by samples."""
+_MAX_SMALL = 2**15
+_MAX_AT_ONCE = 2**20
+"""Files up to this size are read as a whole when some of their lines are wanted."""
 _MAX_LINE_BYTES = 2**14
-"""The longest line that a sample can see."""
+"""The longest line that a sample of a larger file can see."""
+# As runs write them: a quote inside of a JSON string has a backslash before it.
+_STEP = re.compile(rb'\{"step": ([0-9]{1,15}),')
+_REWARD = re.compile(rb'(?<!\\)"reward/mean": (-?[0-9][0-9.eE+-]{0,30})[,}]')
 
 
 def contained(root: Path, file: Path) -> Path | None:
@@ -77,6 +89,49 @@ def read_settings(root: Path, file: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
+_PLAIN = r"(null|[A-Za-z0-9][A-Za-z0-9_./@-]*)"
+_SECTION = re.compile(r"^(env|engine|trainer):\n((?:  .*\n)+)", re.MULTILINE)
+_TOP = re.compile(rf"^(steps|seed|objective): {_PLAIN}$", re.MULTILINE)
+_INSIDE = re.compile(rf"^  (id|model|algorithm): {_PLAIN}$", re.MULTILINE)
+
+
+def read_identity(root: Path, file: Path) -> dict[str, Any] | None:
+    """Return the settings that a list of runs shows, from a file as runs write it, else None.
+
+    It finds lines instead of parsing YAML, which takes a hundred times as long: what a list of
+    thousands of runs is waited for. Whatever is not plain is left to `read_settings`.
+    """
+    if (place := contained(root, file)) is None:
+        return None
+    try:
+        text = read_bytes(place, most=_MAX_AT_ONCE).decode("ascii")
+    except (OSError, DataError, UnicodeDecodeError):
+        return None
+    if any(mark in text for mark in ("&", "*", "\t", "---", "<<", "|", ">", '"')):
+        return None
+    sections = {name: dict(_INSIDE.findall(body)) for name, body in _SECTION.findall(text)}
+    top = dict(_TOP.findall(text))
+    values = {
+        **{name: top.get(name) for name in ("steps", "seed", "objective")},
+        **{"env": sections.get("env", {}).get("id")},
+        **{"algorithm": sections.get("trainer", {}).get("algorithm")},
+        **{"model": sections.get("engine", {}).get("model")},
+    }
+    if any(value is None for value in values.values()):
+        return None
+    plain = {name: None if value == "null" else value for name, value in values.items()}
+    for name in ("steps", "seed"):
+        if plain[name] is not None:
+            if not re.fullmatch("0|[1-9][0-9]{0,15}", plain[name]):
+                return None
+            plain[name] = int(plain[name])
+    return {
+        **{name: plain[name] for name in ("steps", "seed", "objective")},
+        **{"env": {"id": plain["env"]}, "trainer": {"algorithm": plain["algorithm"]}},
+        "engine": {"model": plain["model"]},
+    }
+
+
 def finite(value: Any) -> Any:
     """Return a number that JSON and a browser can hold, None for any other number."""
     if isinstance(value, bool):
@@ -110,13 +165,14 @@ class GrowingFile:
             return self._read()
 
     def sample(self, num: int) -> list[dict[str, Any]]:
-        """Return about `num` rows spread over the file, with the first and the newest one.
+        """Return up to `num` rows spread over the file, the first and the newest among them.
 
-        Of a large file that was not read before, only these are read and checked.
+        Of a file that is not small and was not read before, only these are checked, and only
+        `step` and numbers named like `reward/mean` are in them.
         """
         with self._lock:
             place = contained(self._root, self._path)
-            if self._key[1] == 0 and place is not None and os.path.getsize(place) > _MAX_SAMPLED:
+            if self._key[1] == 0 and place is not None and os.path.getsize(place) > _MAX_SMALL:
                 return self._spread(place, num)
             rows = self._read()
         if len(rows) <= num:
@@ -124,25 +180,21 @@ class GrowingFile:
         return [rows[i * (len(rows) - 1) // (num - 1)] for i in range(num)]
 
     def _spread(self, place: Path, num: int) -> list[dict[str, Any]]:
-        rows: dict[int, dict[str, Any]] = {}
         try:
             with open_data(place) as stream:
                 size = os.fstat(stream.fileno()).st_size
-                for i in range(num):
-                    offset = i * (size - 1) // (num - 1)
-                    # Back to the start of a line; the end of the file may be torn.
-                    start = max(0, offset - _MAX_LINE_BYTES)
-                    stream.seek(start)
-                    raw = stream.read(offset - start + _MAX_LINE_BYTES)
-                    end = raw.find(b"\n", offset - start)
-                    end = raw.rfind(b"\n") if end < 0 else end
-                    begin = raw.rfind(b"\n", 0, max(0, end)) + 1
-                    is_whole_line = end >= 0 and (begin > 0 or start == 0)
-                    if is_whole_line and (row := self._row(raw[begin:end])) is not None:
-                        rows[start + begin] = row
+                lines = _lines_of(stream, size, num)
         except (OSError, DataError):
             return []
-        return [rows[offset] for offset in sorted(rows)]
+        return [row for line in lines if (row := self._quick_row(line)) is not None]
+
+    def _quick_row(self, line: bytes) -> dict[str, Any] | None:
+        # Parsing 60 lines of 60 metrics takes as long as all the rest of a card.
+        if (step := _STEP.match(line)) is None or not line.endswith(b"}"):
+            return self._row(line)
+        reward = _REWARD.search(line)
+        value = None if reward is None else finite(float(reward[1]))
+        return {"step": int(step[1]), "reward/mean": value}
 
     def _read(self) -> list[dict[str, Any]]:
         place = contained(self._root, self._path)
@@ -182,6 +234,27 @@ class GrowingFile:
         if self._is_flat:
             row = {name: _flat(value) for name, value in row.items()}
         return {**row, "step": int(step)}
+
+
+def _lines_of(stream: BinaryIO, size: int, num: int) -> list[bytes]:
+    """Return up to `num` whole lines spread over a file, the first and the last among them."""
+    if size <= _MAX_AT_ONCE:
+        lines = stream.read().split(b"\n")[:-1]
+        if len(lines) <= num:
+            return lines
+        return [lines[i * (len(lines) - 1) // (num - 1)] for i in range(num)]
+    found: dict[int, bytes] = {}
+    for i in range(num):
+        offset = i * (size - 1) // (num - 1)
+        start = max(0, offset - _MAX_LINE_BYTES)
+        stream.seek(start)
+        raw = stream.read(offset - start + _MAX_LINE_BYTES)
+        end = raw.find(b"\n", offset - start)
+        end = raw.rfind(b"\n") if end < 0 else end  # the end of the file may be torn
+        begin = raw.rfind(b"\n", 0, max(0, end)) + 1
+        if end >= 0 and (begin > 0 or start == 0):
+            found[start + begin] = raw[begin:end]
+    return [found[offset] for offset in sorted(found)]
 
 
 def _flat(value: Any) -> Any:

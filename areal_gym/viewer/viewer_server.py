@@ -9,6 +9,10 @@
     GET /api/runs/RUN/FILE?start=&limit=       a page of a file's trajectories
     GET /api/runs/RUN/FILE/search?q=TEXT       places of trajectories with a text
     GET /api/runs/RUN/FILE/PLACE               one trajectory
+    GET /api/evaluations                       cards of all evaluations
+    GET /api/evaluations/ID                    one, with all that it says of itself
+    GET /api/evaluations/ID/samples?start=&limit=    a page of its samples
+    GET /api/evaluations/ID/samples/PLACE      the trajectory of a sample
     POST /api/runs/RUN/notes                   set tags and note: {"tags": [...], "note": "..."}
     POST /api/runs/RUN/delete                  move the run to the trash: {}
 
@@ -43,6 +47,7 @@ from areal_gym.utils.http_servers.addresses import host_name, is_loopback, is_sa
 from areal_gym.utils.http_servers.asgi_site import serve_asgi
 from areal_gym.utils.http_servers.connections import ConnectionLimits
 from areal_gym.viewer.catalog import Catalog, Run
+from areal_gym.viewer.evaluation_catalog import EvaluationCatalog
 from areal_gym.viewer.run_listing import RunListing
 
 STATIC = resources.files("areal_gym.viewer").joinpath("static")
@@ -71,6 +76,7 @@ def make_app(catalog: Catalog, *, token: str | None = None, is_read_only: bool =
     answered. With `is_read_only`, runs can be neither annotated nor deleted.
     """
     listing = RunListing(catalog, _card)
+    evaluations = EvaluationCatalog(catalog)
 
     async def runs(request: Request) -> Response:
         return await _answer(lambda: [_card(run) for run in catalog.runs()])
@@ -94,12 +100,34 @@ def make_app(catalog: Catalog, *, token: str | None = None, is_read_only: bool =
 
         return Route(f"/api/runs/{{run}}{path}", endpoint)
 
+    def of_evaluation(path: str, make: Callable[[str, Request], Any]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await _answer(lambda: make(request.path_params["id"], request))
+
+        return Route(f"/api/evaluations{path}", endpoint)
+
+    def sample(id: str, request: Request) -> Any:
+        text = request.path_params["place"]
+        if (place := _number(text)) is None:
+            raise UnknownIdError(f"{id} has no sample {text!r}")
+        return evaluations.trajectory(id, place)
+
+    def samples(id: str, request: Request) -> Any:
+        return evaluations.page(id, _whole(request, "start", 0), _whole(request, "limit", 5_000))
+
+    async def every_evaluation(request: Request) -> Response:
+        return await _answer(evaluations.cards)
+
     app = Starlette(
         routes=[
             Route("/", _page),
             Route("/static/{name}", _static),
             Route("/api/runs", runs),
             Route("/api/listing", changes),
+            Route("/api/evaluations", every_evaluation),
+            of_evaluation("/{id}", lambda id, request: evaluations.about(id)),
+            of_evaluation("/{id}/samples", samples),
+            of_evaluation("/{id}/samples/{place}", sample),
             edit("/notes", _save_notes),
             edit("/delete", _delete),
             of_run("", lambda run, request: run.about()),

@@ -27,6 +27,7 @@ def sample(index, attempt, *, is_failed=False):
         index * 7 + attempt,
         id=f"eval-{index:06d}-{attempt}",
         group_id=f"eval-{index:06d}",
+        env_id="math",
         task=Task(id=f"test/{index}", data={"answer": str(index)}, split="test"),
         **{"stop_reason": StopReason.COMPLETED, **failure},
     )

@@ -18,6 +18,8 @@ from tokenizers import Tokenizer
 from areal_gym.errors import TrainError
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import StopReason, Task, TokenSpan
+from tests._support.evaluation_dirs import sample as evaluation_sample
+from tests._support.evaluation_dirs import write_evaluation
 from tests._support.run_dirs import (
     add_step,
     evaluation,
@@ -102,6 +104,12 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("viewed")
     make_run(root / "first")
     make_run(root / "second", num_steps=2, seed=7)
+    for step, num_tasks in ((20, 5), (40, 6)):
+        pairs = [(index, attempt) for index in range(num_tasks) for attempt in range(4)]
+        scores = {"pass@1": step / 100, "pass@1_low": 0.1, "pass@1_high": 0.6, "pass@4": 0.75}
+        facts = {"policy": {"model": "starter", "run": "first", "step": step}}
+        path = root / "first" / "evaluations" / f"eval-{step}"
+        write_evaluation(path, pairs, scores=scores, **facts)
     with viewing(root) as url:
         yield root, url
 
@@ -339,6 +347,76 @@ def test_running_run_is_followed(page, tmp_path):
         page.wait_for_selector(".state.finished")
 
 
+def tasks_shown(page):
+    return page.evaluate(
+        """() => [...document.querySelectorAll(".space .row[data-task]")]
+        .sort((a, b) => a.getBoundingClientRect().top - b.getBoundingClientRect().top)
+        .map((row) => row.dataset.task)"""
+    )
+
+
+def test_evaluation_shows_scores_samples_and_attempts(page, runs):
+    page.goto(runs[1])
+    page.wait_for_selector(".run")
+    page.keyboard.press("v")
+    page.wait_for_selector("[data-name='first:eval-40']")
+    assert page.locator("[data-name='first:eval-40'] .of-reward").inner_text() == "0.4 0.1–0.6"
+    page.click("[data-name='first:eval-40'] a.name")
+    page.wait_for_selector(".samples .space .row")
+    table = page.locator(".score-table tr").all_inner_texts()
+    assert [row.split() for row in table] == [
+        ["pass@1", "0.4", "0.1", "to", "0.6"],
+        ["pass@4", "0.75"],
+    ]
+    assert tasks_shown(page) == [f"test/{index}" for index in range(6)]
+    rewards = [[evaluation_sample(i, a).reward for a in range(4)] for i in range(6)]
+    marks = page.evaluate(
+        """() => [...document.querySelectorAll(".space .row")].map((row) =>
+        [...row.querySelectorAll(".mark")].map((mark) => Number(mark.matches(".solved"))))"""
+    )
+    assert sorted(marks) == sorted([int(r) for r in row] for row in rewards)
+    page.click(".head [data-key=disagreement]")
+    until(page, "document.querySelector('[data-key=disagreement]').dataset.sorted === 'down'")
+    order = sorted(range(6), key=lambda i: (abs(sum(rewards[i]) - 2), i))
+    assert tasks_shown(page) == [f"test/{index}" for index in order]
+    page.fill(".filter", "is:mixed disagreement<0.45")
+    mixed = [i for i in order if sum(rewards[i]) in (1, 3)]
+    assert 0 < len(mixed) < 6
+    until(page, f"document.querySelectorAll('.space .row').length === {len(mixed)}")
+    row = page.locator(f"[data-task='test/{mixed[0]}']")
+    row.locator(".mark").nth(2).click()
+    page.wait_for_selector(".right .message")
+    assert page.locator(".right b.id").inner_text() == f"eval-{mixed[0]:06d}-2"
+    page.keyboard.press("2")
+    page.wait_for_selector(".token-text .t")
+    assert "/tokens?" in page.url
+    page.keyboard.press("4")
+    page.wait_for_selector(".column.current")
+    assert page.locator(".column").count() == 4
+    page.keyboard.press("g")
+    until(page, f"document.querySelectorAll('.space .row').length === {4 * len(mixed)}")
+
+
+def test_same_sample_is_shown_across_checkpoints(page, runs):
+    page.goto(runs[1] + "#/eval/first%3Aeval-40")
+    page.click("a.button:has-text('checkpoints')")
+    page.wait_for_selector(".beside .space .row")
+    text = page.locator(".score-table").inner_text()
+    assert "first, step 20" in text
+    assert "over 5 samples" in text  # both have the same attempts at the same tasks
+    assert "0 ± 0" in text
+    assert len(tasks_shown(page)) == 6
+    page.click("[data-task='test/2']")
+    page.wait_for_selector(".column .mark.on")
+    assert page.locator(".column").count() == 2
+    page.locator(".column").nth(1).locator(".mark").nth(3).click()
+    until(page, "document.querySelectorAll('.column .mark.on')[1]?.title.startsWith('attempt 4')")
+    page.click("[data-task='test/5']")
+    until(page, "document.body.textContent.includes('does not have the sample')")
+    page.locator(".column").nth(1).locator("text=tokens").click()
+    page.wait_for_selector(".token-text .t")
+
+
 def hostile_trajectory(place):
     return trajectory(
         place,
@@ -412,6 +490,10 @@ def test_exported_page_opens_from_a_file_without_network(page, runs, hostile_run
     until(page, "document.querySelectorAll('.space .row[data-place]').length === 1")
     page.goto(address + "#/run/hostile/trajectories/step-000002/1")
     look_at_hostile(page)
+    page.goto(address + "#/eval/first%3Aeval-20/5/tokens")
+    page.wait_for_selector(".token-text .t")
+    assert page.locator(".right b.id").inner_text() == "eval-000001-1"
+    assert page.locator(".samples .space .row").count() == 5
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
 
 
@@ -444,6 +526,10 @@ def test_pages_fit_a_phone_screen(browser, runs, scheme):
         "#/run/first/trajectories/step-000001",
         *(f"#/run/first/trajectories/step-000001/1/{tab}" for tab in ("tokens", "siblings", "raw")),
         "#/compare?runs=first,second",
+        "#/evals",
+        "#/eval/first%3Aeval-20",
+        "#/eval/first%3Aeval-20/5",
+        "#/evals/compare?ids=%5B%22first%3Aeval-20%22%2C%22first%3Aeval-40%22%5D",
     ):
         page.goto(runs[1] + place)
         page.wait_for_selector("main > *")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 
 import pytest
 
@@ -11,6 +12,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.run_notes import RunNotes, move_to_trash
 from areal_gym.viewer import Catalog
 from areal_gym.viewer.run_listing import RunListing
+from areal_gym.viewer.safe_paths import read_identity, read_settings
 from tests._support.run_dirs import add_step, make_run, metrics, trajectory
 
 server = pytest.importorskip("areal_gym.viewer.viewer_server", reason="starlette is not installed")
@@ -211,6 +213,24 @@ def test_card_of_a_long_run_is_made_of_samples(tmp_path):
     assert card["rewards"][1:] == sorted(card["rewards"][1:])
     assert len(run.curves()["step"]) == 2000
     assert run.card()["rewards"][-1] == card["rewards"][-1]
+
+
+@pytest.mark.parametrize("changes", [{}, {"seed": 7, "env": {"id": "math/gsm8k"}}])
+def test_settings_of_a_card_are_those_of_the_file(tmp_path, changes):
+    path = make_run(tmp_path / "one", num_steps=1, num_trajectories=1, **changes)
+    file = path / "config.yaml"
+    quick, full = read_identity(path, file), read_settings(path, file)
+    assert quick is not None
+    for name in ("steps", "seed", "objective"):
+        assert quick[name] == full[name]
+    assert quick["env"]["id"] == full["env"]["id"]
+    assert quick["trainer"]["algorithm"] == full["trainer"]["algorithm"]
+    assert quick["engine"]["model"] == full["engine"]["model"]
+    text = file.read_text()
+    for odd in ("seed: 010", "seed: 1_0", "seed: 'x'", "seed: &a 3", "seed: [1]"):
+        file.write_text(re.sub("^seed: .*$", odd, text, flags=re.MULTILINE))
+        assert read_identity(path, file) is None, odd
+        assert "seed" in Catalog([path]).run("one").card()
 
 
 def test_notes_are_checked():

@@ -26,6 +26,10 @@ ROUTES = {
     "/static/{name}",
     "/api/runs",
     "/api/listing",
+    "/api/evaluations",
+    "/api/evaluations/{id}",
+    "/api/evaluations/{id}/samples",
+    "/api/evaluations/{id}/samples/{place}",
     "/api/runs/{run}/notes",
     "/api/runs/{run}/delete",
     "/api/runs/{run}",
@@ -39,7 +43,7 @@ NAMES = ("one", "two", "step-000001", "step-000002", "eval", "app.js", "index.ht
 ODD = (
     "..", ".", "%2e%2e", "../one", "..%2fone", "%2fetc%2fpasswd", "\0", "²", "-1", "1", "0", "",
     "9" * 400, "1e5", "0x1", "٣", "\ud800", "a" * 2000, "one/../two", "~", "*", "[", "{run}", " ",
-    "step-000001.jsonl", "config.yaml", "../config", "%00", "+1", "1_0", "None", "nan",
+    "one:step-0", "one:step-1", "one:x", "step-000001.jsonl", "config.yaml", "../config", "%00", "+1", "1_0", "None", "nan",
 )  # fmt: skip
 
 
@@ -88,7 +92,10 @@ def ask_all(app, paths, *, headers=((b"host", b"127.0.0.1"),), method="GET"):
 def every_path(names=NAMES[:2]):
     """A path of each route, for each run."""
     return [
-        path.replace("{run}", run).replace("{file}", file).replace("{place}", place)
+        path.replace("{run}", run)
+        .replace("{file}", file)
+        .replace("{place}", place)
+        .replace("{id}", f"{run}:step-0")
         for run in names
         for file in ("step-000001", "step-000002")
         for place in ("0", "3", "9")
@@ -113,7 +120,7 @@ def test_viewer_answers_odd_paths_and_queries(root, seed):
     paths = []
     for _ in range(30):
         path = dice.choice(sorted(ROUTES))
-        for name in ("{run}", "{file}", "{place}", "{name}"):
+        for name in ("{run}", "{file}", "{place}", "{name}", "{id}"):
             path = path.replace(name, word())
         keys = dice.sample(("after", "start", "limit", "q", "token", ""), dice.randrange(3))
         paths.append(f"{path}?{'&'.join(f'{key}={word()}' for key in keys)}")
@@ -174,6 +181,9 @@ def _no_constant(name):
 
 
 ODD_FILE_PATHS = (
+    "/api/evaluations",
+    "/api/evaluations/one:step-0",
+    "/api/evaluations/one:step-0/samples",
     "/api/listing",
     "/api/runs/one",
     "/api/runs/one/pulse",

@@ -7,13 +7,17 @@ import { RUN_FILTER_HELP, runsPage } from "./runs.js";
 import { curvesPage } from "./curves.js";
 import { trajectoriesPage } from "./trajectories.js";
 import { comparePage, settingsPage } from "./about.js";
+import { evaluationPage } from "./evaluation.js";
+import { evaluationsPage, sideBySidePage } from "./evals.js";
+import { SAMPLE_FILTER_HELP } from "./samples.js";
+import { termOf } from "./listpage.js";
 
 const PULSE_MS = 1500;
 const VIEWS = ["curves", "trajectories", "settings"];
 const KEYS = [
   ["j k ↓ ↑", "next, previous"], ["[ ]", "earlier, later step"], ["1 to 5", "messages, tokens, timeline, siblings, raw"],
   ["/", "filter"], ["g", "group siblings or not"], ["f", "fold all groups"], ["Enter", "open a run"], ["e x", "tags, note and deletion of a run; select it to compare"],
-  ["c t s", "curves, trajectories, settings"], ["r", "all runs"], ["d", "theme: dark, light, system"], ["Esc", "close"], ["?", "this help"],
+  ["c t s", "curves, trajectories, settings"], ["r v", "all runs, all evaluations"], ["d", "theme: dark, light, system"], ["Esc", "close"], ["?", "this help"],
 ];
 
 const bar = h("header.top"), main = h("main"), trouble = h("div.trouble", { hidden: true, role: "alert" });
@@ -24,7 +28,7 @@ let page = null, shownKey = null, turn = 0, seen = "";
 async function follow() {
   const { path, query } = route();
   const [place, run, view = "curves"] = path;
-  const key = place === "compare" ? `compare ${query.runs}` : place === "run" ? `run ${run} ${view}` : "runs";
+  const key = { compare: `compare ${query.runs}`, run: `run ${run} ${view}`, eval: `eval ${run}`, evals: run === "compare" ? `evals ${query.ids}` : "evals" }[place] ?? "runs";
   const mine = ++turn;
   try {
     if (key === shownKey && page) {
@@ -34,7 +38,7 @@ async function follow() {
       page = null;
       shownKey = key;
       seen = await heard(path); // before the page reads: what comes in between is noticed
-      const bar = drawBar(place === "run" ? run : null, view);
+      const bar = drawBar(place === "run" ? run : null, view, place);
       const made = await pageOf(place, run, view, query);
       await bar;
       if (mine !== turn && key !== shownKey) made.close?.();
@@ -48,18 +52,31 @@ async function follow() {
 
 function pageOf(place, run, view, query) {
   if (place === "compare") return comparePage(main, (query.runs || "").split(",").filter(Boolean));
+  if (place === "eval") return evaluationPage(main, run);
+  if (place === "evals") return run === "compare" ? sideBySidePage(main, idsIn(query.ids)) : evaluationsPage(main);
   if (place !== "run") return runsPage(main);
   if (view === "trajectories") return trajectoriesPage(main, run);
   return view === "settings" ? settingsPage(main, run) : curvesPage(main, [run]);
 }
 
-async function drawBar(run, view) {
+/** The ids in an address; none if it was cut off. */
+function idsIn(text) {
+  try {
+    return JSON.parse(text).map(String);
+  } catch {
+    return [];
+  }
+}
+
+async function drawBar(run, view, place) {
   const card = run === null ? null : (await source.about(run)).card;
+  const isEval = place === "eval" || place === "evals";
   document.title = run === null ? "areal-gym" : `${run} · areal-gym`;
   fill(bar,
     h("a.brand", { href: "#/", title: "all runs  r" }, "areal-gym"),
     card ? h("span.run-name", {}, h(`i.state.${card.status}`, { title: [card.status, card.error].filter(Boolean).join(": ") }), shown(card.name)) : null,
-    card ? h("nav", {}, VIEWS.map((name) => h(`a${name === view ? ".on" : ""}`, { href: address(["run", run, name]) }, name))) : null,
+    card ? null : h("nav", {}, h(`a${isEval ? "" : ".on"}`, { href: "#/" }, "runs"), h(`a${isEval ? ".on" : ""}`, { href: "#/evals", title: "all evaluations  v" }, "evaluations")),
+    card ? h("nav", {}, VIEWS.map((name) => h(`a${name === view ? ".on" : ""}`, { href: address(["run", run, name]) }, name)), h("a", { href: address(["evals"], { q: termOf("run", run) }) }, "evaluations")) : null,
     h("span.spring"),
     card ? h("span.progress", {}, card.status === "running" ? "live, " : card.status === "finished" ? "" : `${card.status}, `, `step ${number(card.step)} of ${number(card.steps)}`) : null,
     h("button.icon", { title: "dark or light theme  d", onclick: turnTheme }, "◐"),
@@ -82,7 +99,7 @@ async function pulse() {
       if (now !== seen && mine === page) {
         seen = now;
         await page.tick();
-        await drawBar(path[0] === "run" ? path[1] : null, path[2] || "curves");
+        await drawBar(path[0] === "run" ? path[1] : null, path[2] || "curves", path[0]);
       }
       trouble.hidden = true;
     } catch (error) {
@@ -102,6 +119,7 @@ function openHelp() {
   fill(help,
     h("form", { method: "dialog" }, h("h2", {}, "Keys"), h("button", {}, "close")), pairs(KEYS),
     h("h2", {}, "Filters of trajectories"), pairs(FILTER_HELP),
+    h("h2", {}, "Filters of samples"), pairs(SAMPLE_FILTER_HELP),
     h("h2", {}, "Search of runs"), pairs(RUN_FILTER_HELP));
   help.showModal();
 }
@@ -123,7 +141,7 @@ document.addEventListener("keydown", (event) => {
   const run = path[0] === "run" ? path[1] : null;
   const own = page?.keys?.[event.key];
   const common = {
-    "?": openHelp, d: turnTheme, r: () => go([]),
+    "?": openHelp, d: turnTheme, r: () => go([]), v: () => go(["evals"]),
     ...(run === null ? {} : { c: () => go(["run", run, "curves"]), t: () => go(["run", run, "trajectories"]), s: () => go(["run", run, "settings"]) }),
   }[event.key];
   if (!own && !common) return;

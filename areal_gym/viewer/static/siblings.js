@@ -6,7 +6,8 @@ const MOST = 32;
 
 /** Draw the group of a trajectory. */
 export async function siblingsTab(body, trajectory, { rows, load, onOpen }) {
-  const members = rows.filter((row) => row.group === trajectory.group_id).sort((a, b) => b.reward - a.reward || a.place - b.place).slice(0, MOST);
+  const group = rows[trajectory.place]?.group ?? trajectory.group_id;
+  const members = rows.filter((row) => row.group === group).sort((a, b) => b.reward - a.reward || a.place - b.place).slice(0, MOST);
   fill(body, h("p.empty", {}, "…"));
   const found = await Promise.all(members.map((row) => (row.place === trajectory.place ? trajectory : load(row.place))));
   const shared = found.length > 1 ? commonMessages(found) : 0;

@@ -4,6 +4,10 @@ class Server {
   isLive = true;
 
   changes(cursor) { return ask(`/api/listing?since=${encodeURIComponent(cursor)}`); }
+  evaluations() { return ask("/api/evaluations"); }
+  evaluation(id) { return ask(`/api/evaluations/${encodeURIComponent(id)}`); }
+  samples(id, start, limit) { return ask(`/api/evaluations/${encodeURIComponent(id)}/samples?start=${start}&limit=${limit}`); }
+  sample(id, place) { return ask(`/api/evaluations/${encodeURIComponent(id)}/samples/${place}`); }
   annotate(run, notes) { return tell(`/api/runs/${encodeURIComponent(run)}/notes`, notes); }
   remove(run) { return tell(`/api/runs/${encodeURIComponent(run)}/delete`, {}); }
   about(run) { return ask(`/api/runs/${encodeURIComponent(run)}`); }
@@ -49,6 +53,17 @@ class Exported {
   async curves(run) { return this.#run(run).curves; } // all of them: nothing comes after
   async rows(run, file) { return this.#run(run).rows[file]; }
 
+  async evaluations() { return this.#data.evaluations.map((one) => one.about); }
+  async evaluation(id) { return this.#evaluation(id).about; }
+  async samples(id) { return this.#evaluation(id).samples; }
+
+  async sample(id, place) {
+    const one = this.#evaluation(id);
+    const row = (await this.#chunkOf(one.chunk))[place];
+    if (!row) throw new Error(`${id} has no sample ${place} in this file`);
+    return { ...row, texts: one.texts };
+  }
+
   async search(run, file, text) {
     const needle = text.toLowerCase();
     const found = [];
@@ -71,8 +86,15 @@ class Exported {
     return found;
   }
 
-  #chunk(run, file) {
-    const id = this.#run(run).chunks[file];
+  #evaluation(id) {
+    const found = this.#data.evaluations.find((one) => one.about.id === id);
+    if (!found) throw new Error(`no evaluation ${id} in this file`);
+    return found;
+  }
+
+  #chunk(run, file) { return this.#chunkOf(this.#run(run).chunks[file]); }
+
+  #chunkOf(id) {
     if (!this.#chunks.has(id)) this.#chunks.set(id, unpacked(document.getElementById(id).textContent));
     return this.#chunks.get(id);
   }

@@ -16,8 +16,8 @@ export class TrajectoryView {
   #reading = null;
   #trajectory = null;
 
-  constructor(onTab, onOpen, onClose, onQuery) {
-    Object.assign(this, { onTab, onOpen, onClose, onQuery });
+  constructor(onTab, onOpen, onClose, onQuery, detail = (run, file, place) => source.detail(run, file, place)) {
+    Object.assign(this, { onTab, onOpen, onClose, onQuery, detail });
     this.element = h("section.right", { "aria-label": "trajectory" });
     this.#empty();
   }
@@ -31,7 +31,7 @@ export class TrajectoryView {
       this.#empty();
       return;
     }
-    this.#reading = source.detail(run, file, place);
+    this.#reading = this.detail(run, file, place);
     this.#reading.catch(() => {}); // `open` reports the error
   }
 
@@ -66,7 +66,7 @@ export class TrajectoryView {
       h("nav.tabs", {}, tabs), body);
     body.scrollTop = 0;
     DRAW[tab](body, trajectory, {
-      rows, query, onOpen: this.onOpen, onQuery: this.onQuery, load: (place) => source.detail(run, file, place),
+      rows, query, onOpen: this.onOpen, onQuery: this.onQuery, load: (place) => this.detail(run, file, place),
     });
   }
 }
