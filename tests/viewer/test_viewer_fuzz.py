@@ -43,7 +43,8 @@ NAMES = ("one", "two", "step-000001", "step-000002", "eval", "app.js", "index.ht
 ODD = (
     "..", ".", "%2e%2e", "../one", "..%2fone", "%2fetc%2fpasswd", "\0", "²", "-1", "1", "0", "",
     "9" * 400, "1e5", "0x1", "٣", "\ud800", "a" * 2000, "one/../two", "~", "*", "[", "{run}", " ",
-    "one:step-0", "one:step-1", "one:x", "step-000001.jsonl", "config.yaml", "../config", "%00", "+1", "1_0", "None", "nan",
+    "one:step-0", "one:step-1", "one:x", "step-000001.jsonl", "config.yaml",
+    "../config", "%00", "+1", "1_0", "None", "nan",
 )  # fmt: skip
 
 
