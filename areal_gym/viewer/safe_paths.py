@@ -120,13 +120,15 @@ def read_identity(root: Path, file: Path) -> dict[str, Any] | None:
     if any(value is None for value in values.values()):
         return None
     plain = {name: None if value == "null" else value for name, value in values.items()}
-    for name in ("steps", "seed"):
-        if plain[name] is not None:
-            if not re.fullmatch("0|[1-9][0-9]{0,15}", plain[name]):
+    counts: dict[str, int | None] = {"steps": None, "seed": None}
+    for name in counts:
+        if (text := plain[name]) is not None:
+            if not re.fullmatch("0|[1-9][0-9]{0,15}", text):
                 return None
-            plain[name] = int(plain[name])
+            counts[name] = int(text)
     return {
-        **{name: plain[name] for name in ("steps", "seed", "objective")},
+        **counts,
+        "objective": plain["objective"],
         **{"env": {"id": plain["env"]}, "trainer": {"algorithm": plain["algorithm"]}},
         "engine": {"model": plain["model"]},
     }

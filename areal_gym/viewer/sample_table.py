@@ -124,8 +124,9 @@ class SampleTable:
         columns["success"].append(success if isinstance(success, bool) else None)
         columns["error"].append(None if error is None else f"{error}")
         offset, num_bytes = row.get("offset"), row.get("bytes")
-        is_place = type(offset) is int and type(num_bytes) is int and offset >= 0 < num_bytes
-        self._places.append((offset, num_bytes) if is_place else (0, 0))
+        if not isinstance(offset, int) or not isinstance(num_bytes, int) or offset < 0:
+            offset, num_bytes = 0, 0  # `read` finds no line there
+        self._places.append((offset, max(0, num_bytes)))
 
 
 def _parsed(line: bytes) -> Mapping[str, Any] | None:
