@@ -122,10 +122,10 @@ def read_identity(root: Path, file: Path) -> dict[str, Any] | None:
     plain = {name: None if value == "null" else value for name, value in values.items()}
     counts: dict[str, int | None] = {"steps": None, "seed": None}
     for name in counts:
-        if (text := plain[name]) is not None:
-            if not re.fullmatch("0|[1-9][0-9]{0,15}", text):
+        if (digits := plain[name]) is not None:
+            if not re.fullmatch("0|[1-9][0-9]{0,15}", digits):
                 return None
-            counts[name] = int(text)
+            counts[name] = int(digits)
     return {
         **counts,
         "objective": plain["objective"],
