@@ -183,9 +183,9 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """Return the settings that a card shows."""
         if self._settings[0] == 0:
-            found = read_identity(self.path, self.directory.config_file)
-            if found is not None:
-                return found
+            identity = read_identity(self.path, self.directory.config_file)
+            if identity is not None:
+                return identity
         return self.settings()
 
     def summary(self) -> dict[str, Any] | None:
@@ -335,8 +335,10 @@ def _run_directories(paths: Iterable[Path]) -> list[Path]:
         with suppress(OSError):
             names = sorted(os.listdir(path))
         # Paths are made of runs only: there may be thousands, and the list is asked for often.
-        found = (place for place in (f"{path}", *(f"{path}/{n}" for n in names)) if _is_run(place))
-        directories += [path if place == f"{path}" else Path(place) for place in found]
+        places = (f"{path}", *(f"{path}/{n}" for n in names))
+        directories += [
+            path if place == f"{path}" else Path(place) for place in places if _is_run(place)
+        ]
     return list(dict.fromkeys(directories))
 
 

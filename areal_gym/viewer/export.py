@@ -26,9 +26,12 @@ def export(catalog: Catalog, file: Path) -> int:
     static = resources.files("areal_gym.viewer").joinpath("static")
     chunks: list[str] = []
     runs = [_packed(run, chunks) for run in catalog.runs() if not run.is_evaluation]
-    found = EvaluationCatalog(catalog)
+    known_evaluations = EvaluationCatalog(catalog)
     known = {run["about"]["card"]["name"]: run for run in runs}
-    evaluations = [_packed_evaluation(found, card, known, chunks) for card in found.cards()]
+    evaluations = [
+        _packed_evaluation(known_evaluations, card, known, chunks)
+        for card in known_evaluations.cards()
+    ]
     data = {"runs": runs, "evaluations": evaluations}
     script = _bundled()
     style = static.joinpath("style.css").read_text(encoding="utf-8")

@@ -245,7 +245,7 @@ def _lines_of(stream: BinaryIO, size: int, num: int) -> list[bytes]:
         if len(lines) <= num:
             return lines
         return [lines[i * (len(lines) - 1) // (num - 1)] for i in range(num)]
-    found: dict[int, bytes] = {}
+    lines_by_offset: dict[int, bytes] = {}
     for i in range(num):
         offset = i * (size - 1) // (num - 1)
         start = max(0, offset - _MAX_LINE_BYTES)
@@ -255,8 +255,8 @@ def _lines_of(stream: BinaryIO, size: int, num: int) -> list[bytes]:
         end = raw.rfind(b"\n") if end < 0 else end  # the end of the file may be torn
         begin = raw.rfind(b"\n", 0, max(0, end)) + 1
         if end >= 0 and (begin > 0 or start == 0):
-            found[start + begin] = raw[begin:end]
-    return [found[offset] for offset in sorted(found)]
+            lines_by_offset[start + begin] = raw[begin:end]
+    return [line for _, line in sorted(lines_by_offset.items())]
 
 
 def _flat(value: Any) -> Any:
