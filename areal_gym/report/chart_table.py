@@ -154,7 +154,7 @@ def charts_of(
 ) -> Iterator[Chart]:
     """Yield the charts that a run's metrics give, the most telling first.
 
-    `evaluations` is what `evaluation_of` makes of the rows of `evaluations.jsonl`.
+    `evaluations` is what `evaluations_of` makes of the rows of `evaluations.jsonl`.
     """
     for spec in CHARTS:
         chart = chart_of(spec, rows, evaluations)
@@ -179,23 +179,49 @@ def chart_of(
     return Chart(title=spec.title, unit=spec.unit, lines=[*lines, *_heldout(spec, evaluations)])
 
 
+_BOUNDS = {"sampled": ("low", "high"), "reward": ("reward_low", "reward_high")}
+
+
 def _heldout(spec: ChartSpec, evaluations: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
-    labels = {"greedy": "greedy"} if spec.heldout == "sampled" else {}
-    for measure, label in {spec.heldout: "held out", **labels}.items():
+    labels = {spec.heldout: "held out"} if spec.heldout else {}
+    if spec.heldout == "sampled":
+        is_graded = any("reward" in row for row in evaluations)
+        other = {"reward": "held out", "sampled": "solved"}
+        labels = other if is_graded else {**labels, "greedy": "greedy"}
+    for measure, label in labels.items():
         rows = [row for row in evaluations if row.get(measure) is not None]
         if rows:
-            has_bounds = measure == "sampled"
+            low, high = _BOUNDS.get(measure, ("", ""))
             yield Line(
                 name=label,
                 steps=[row["step"] for row in rows],
                 values=[row[measure] for row in rows],
                 are_dots=True,
-                bounds=[(row["low"], row["high"]) if has_bounds else None for row in rows],
+                bounds=[None if row.get(low) is None else (row[low], row[high]) for row in rows],
             )
 
 
-def evaluation_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a row of `evaluations.jsonl`: `step`, and what the objective measures."""
+def evaluations_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Flatten the rows of `evaluations.jsonl`: `step`, and what the objective measures.
+
+    The mean reward is there where it says more than the share of successes: a function of the
+    user's may return any number.
+    """
+    is_graded = any("heldout" not in row and is_graded_reward(row["sampled"]) for row in rows)
+    return [{**_flat(row), **(_reward(row["sampled"]) if is_graded else {})} for row in rows]
+
+
+def is_graded_reward(scores: Mapping[str, Any]) -> bool:
+    """Return whether the rewards of an evaluation are other numbers than 0 and 1."""
+    reward = scores.get("reward")
+    return reward is not None and abs(reward - scores["pass@1"]) > _NOISE
+
+
+def _reward(scores: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: scores.get(name) for name in ("reward", "reward_low", "reward_high")}
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     if "heldout" in row:
         return {"step": row["step"], **row["heldout"]}
     flat = {"step": row["step"]}

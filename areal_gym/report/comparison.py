@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from areal_gym.config.settings_model import flat
 from areal_gym.errors import UsageError
-from areal_gym.report.chart_table import evaluation_of
+from areal_gym.report.chart_table import evaluations_of
 from areal_gym.report.evaluation_content import identity
 from areal_gym.run_dir.evaluations import EVALUATION_FILE, Evaluation
 from areal_gym.run_dir.run_files import RunFiles
@@ -146,7 +146,7 @@ class _Side:
         self.config = self.run.read_config()
         self.rows = {int(row["step"]): row for row in self.run.read_metrics()}
         self.summary = self.run.read_summary() or {}
-        self.evaluations = [evaluation_of(row) for row in self.run.read_evaluations()]
+        self.evaluations = evaluations_of(self.run.read_evaluations())
         if not self.config:
             self.evaluations = [
                 _alone(name, mean_interval([*scores.values()]))
@@ -197,8 +197,12 @@ class _Side:
         return [head.summary for head in TrajectoryFile(self.files[stem]).page(0, limit)]
 
 
+_HELDOUT = (("reward", 1), ("sampled", 1), ("greedy", 1), ("accuracy", 1), ("loss", -1))
+"""Held-out measures, and 1 where more is better."""
+
+
 def _heldout(sides: Sequence[_Side], is_same_task: bool) -> Iterable[Row]:
-    for name, good in (("sampled", 1), ("greedy", 1), ("accuracy", 1), ("loss", -1)):
+    for name, good in _HELDOUT:
         measured = [
             [row for row in side.evaluations if row.get(name) is not None] for side in sides
         ]

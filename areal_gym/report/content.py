@@ -10,7 +10,7 @@ from typing import Any
 
 from areal_gym.config.settings_model import flat
 from areal_gym.errors import UsageError
-from areal_gym.report.chart_table import Chart, charts_of, evaluation_of
+from areal_gym.report.chart_table import Chart, charts_of, evaluations_of
 from areal_gym.run_dir.run_files import RunFiles
 from areal_gym.run_dir.run_list import no_run_hints
 from areal_gym.run_dir.trajectory_files import TrajectoryFile, step_of
@@ -51,7 +51,7 @@ def collect(run: RunFiles) -> Report:
         raise UsageError(f"{run.path} is not a run directory", hints=no_run_hints(run.path))
     rows = run.read_metrics()
     summary = run.read_summary() or {}
-    evaluations = [evaluation_of(row) for row in run.read_evaluations()]
+    evaluations = evaluations_of(run.read_evaluations())
     settings, provenance = run.read_config(), run.read_provenance()
     used = provenance.pop("used", [])
     done = max((int(row["step"]) for row in rows), default=0)
@@ -88,7 +88,7 @@ def _facts(
         if len(rows) > 1:  # one measurement is no change
             facts[name] = f"{number(rows[0].get(key))} → {facts[name]}"
 
-    for name in ("sampled", "greedy", "accuracy", "loss"):
+    for name in ("reward", "sampled", "greedy", "accuracy", "loss"):
         add_change(evaluations, f"held out, {name}", name)
     if best := (summary.get("warm_start") or {}).get("best_demonstrator"):
         facts["best demonstrator"] = number(best)
@@ -108,7 +108,11 @@ def _facts(
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of a table: each measurement, with its interval if known."""
-    bounds = {"sampled": ("low", "high"), "greedy": ("greedy_low", "greedy_high")}
+    bounds = {
+        "sampled": ("low", "high"),
+        "greedy": ("greedy_low", "greedy_high"),
+        "reward": ("reward_low", "reward_high"),
+    }
     bound_names = {name for pair in bounds.values() for name in pair}
     names = [name for name in (rows[0] if rows else ()) if name not in bound_names]
 

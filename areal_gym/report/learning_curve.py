@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_gym.report.chart_table import CHARTS, Chart, Line, chart_of, evaluation_of
+from areal_gym.report.chart_table import CHARTS, Chart, Line, chart_of, evaluations_of
 
 _LINES = ("#8aa9d6", "#7f7f7f")
 _DOTS = (("#1f4e9c", "o", "-"), ("#c2571a", "s", "--"))
@@ -27,7 +27,7 @@ def draw_learning_curve(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    measured = [evaluation_of(row) for row in evaluations]
+    measured = evaluations_of(evaluations)
     is_supervised = any("heldout" in row for row in evaluations) or any(
         "reward/mean" not in row for row in rows
     )
@@ -41,7 +41,9 @@ def draw_learning_curve(
         for name, value in (baselines or {}).items():
             _draw_baseline(axes, f"{name} {value:.2f}", value)
         if not is_supervised:
-            axes.set(ylim=(-0.02, 1.05), ylabel="accuracy / reward")
+            axes.set(ylabel="accuracy / reward")
+            if all(-0.02 <= value <= 1.05 for line in chart.lines for value in _values(line)):
+                axes.set(ylim=(-0.02, 1.05))
     buffer = io.BytesIO()
     canvas.print_png(buffer)
     return buffer.getvalue()

@@ -17,7 +17,8 @@ from areal_gym.config.online_settings import ONLINE, split_address
 from areal_gym.engines.base import Engine, SnapshotEngine
 from areal_gym.errors import UsageError
 from areal_gym.gateway.shared_gateway import gateway_at
-from areal_gym.report.chart_table import evaluation_of
+from areal_gym.report.chart_table import evaluations_of as flattened
+from areal_gym.report.chart_table import is_graded_reward
 from areal_gym.rollout.eval_report import EvalReport
 from areal_gym.run_dir.evaluation_writer import EvaluationWriter
 from areal_gym.run_dir.run_dir import RunDir, RunMode
@@ -217,9 +218,11 @@ class Evaluations:
     _task: asyncio.Task[None] | None = field(default=None, init=False)
     _step_under_way: int | None = field(default=None, init=False)
 
-    def scores(self) -> dict[int, float | None]:
-        """Return sampled held-out accuracy by step; None for the step that is being measured."""
-        measured = {row["step"]: row["sampled"] for row in evaluations_of(self.directory)}
+    def scores(self) -> dict[int, tuple[float, float] | None]:
+        """Return sampled held-out accuracy, then reward, by step; None while a step is measured."""
+        rows = [(row["step"], row["sampled"]) for row in self.directory.read_evaluations()]
+        measured: dict[int, tuple[float, float] | None]
+        measured = {step: (scores["pass@1"], scores.get("reward", 0.0)) for step, scores in rows}
         if self._step_under_way is not None:
             measured.setdefault(self._step_under_way, None)
         return measured
@@ -308,6 +311,8 @@ class Evaluations:
             "eval/sampled_high": high,
             "eval/greedy": greedy_accuracy,
         }
+        ends = {end: row["sampled"][f"reward{end}"] for end in ("", "_low", "_high")}
+        metrics |= {f"eval/reward{end}": x for end, x in ends.items() if x is not None}
         for name, score in sampled.by_env.items():
             metrics[f"eval/sampled/{name}"] = score.pass_at_1.mean
         self.log(step, metrics)
@@ -316,6 +321,7 @@ class Evaluations:
         display.say(
             f"held-out at step {step}: {accuracy:.3f} sampled ({low:.3f} to {high:.3f}), "
             f"{greedy_accuracy:.3f} greedy, {sampled.num_tasks} tasks{mixed}"
+            f"{_reward_of(row['sampled'])}"
         )
         for name, score in sampled.by_env.items():
             display.say(
@@ -324,11 +330,20 @@ class Evaluations:
             )
 
 
+def _reward_of(scores: Mapping[str, Any]) -> str:
+    """Return the mean reward in words, where it says more than the accuracy."""
+    if not is_graded_reward(scores):
+        return ""
+    low, high = scores["reward_low"], scores["reward_high"]
+    interval = "" if low is None else f" ({low:.3f} to {high:.3f})"
+    return f"; reward {scores['reward']:.3f}{interval}"
+
+
 def is_evaluated(config: RunConfig) -> bool:
     """Return whether the run is measured on held-out tasks."""
     return config.env.id != ONLINE and config.eval.num_tasks > 0
 
 
 def evaluations_of(directory: RunDir) -> list[dict[str, Any]]:
-    """Return the evaluations on record, in their order, as `evaluation_of` flattens them."""
-    return [evaluation_of(row) for row in directory.read_evaluations()]
+    """Return the evaluations on record, in their order, as `report.chart_table` flattens them."""
+    return flattened(directory.read_evaluations())

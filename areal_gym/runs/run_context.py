@@ -93,7 +93,7 @@ class RunEvaluations(Protocol):
     async def begin(self, step: int) -> None:
         """Evaluate the policy as it is now; return when training may go on."""
 
-    def scores(self) -> Mapping[int, float | None]:
+    def scores(self) -> Mapping[int, float | tuple[float, ...] | None]:
         """Return how good each evaluated policy is (more is better), None while it is measured."""
 
 

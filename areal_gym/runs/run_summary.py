@@ -62,7 +62,13 @@ def _heldout_tasks(run: PreparedRun, last: int) -> dict[str, Any]:
     num_tasks = {"num_heldout_tasks": run.directory.read_evaluations()[0]["sampled"]["num_tasks"]}
     rows = evaluations_of(run.directory)
     before, after = rows[0], next(row for row in rows if row["step"] == last)
+    rewards = (
+        {"heldout_reward_before": before["reward"], "heldout_reward_after": after["reward"]}
+        if "reward" in after
+        else {}
+    )
     return {
+        **rewards,
         "heldout_before": before["sampled"],
         "heldout_after": after["sampled"],
         "heldout_greedy_before": before["greedy"],
@@ -138,7 +144,10 @@ def _task_table(summary: dict[str, Any]) -> _Rows:
     rows = []
     if "heldout_before" in summary:
         rows.append(("", "before", "after"))
-        for label, key in (("sampled", "heldout"), ("greedy", "heldout_greedy")):
+        keys = {"reward": "heldout_reward", "sampled": "heldout", "greedy": "heldout_greedy"}
+        for label, key in keys.items():
+            if f"{key}_before" not in summary:
+                continue
             before, after = summary[f"{key}_before"], summary[f"{key}_after"]
             rows.append((f"held-out, {label}", f"{before:.3f}", f"{after:.3f}"))
     best = summary["warm_start"].get("best_demonstrator")
@@ -148,13 +157,15 @@ def _task_table(summary: dict[str, Any]) -> _Rows:
 
 
 def _unlearned(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what to change after a run in which held-out accuracy did not rise."""
-    before, after = summary.get("heldout_before"), summary.get("heldout_after")
+    """Yield what to change after a run in which held-out accuracy or reward did not rise."""
+    key = "heldout_reward" if "heldout_reward_after" in summary else "heldout"
+    before, after = summary.get(f"{key}_before"), summary.get(f"{key}_after")
     if summary["objective"] in SUPERVISED or before is None or after is None:
         return
-    if after > before or before == 1:
+    if after > before or (before == 1 and key == "heldout"):
         return
-    yield f"warning: nothing was learned: held-out {before:.3f} before, {after:.3f} after"
+    what = "reward " if key == "heldout_reward" else ""
+    yield f"warning: nothing was learned: held-out {what}{before:.3f} before, {after:.3f} after"
 
     def share(name: str) -> float:
         return float(sum(row.get(name, 0.0) for row in steps)) / max(1, len(steps))

@@ -79,14 +79,15 @@ def save_trainer(
 def keep_checkpoints(
     directory: Path,
     newest: int,
-    scores: Mapping[int, float | None],
+    scores: Mapping[int, float | tuple[float, ...] | None],
     *,
     protected: Collection[int] = (),
 ) -> str | None:
     """Delete all checkpoints but the `newest`, the best, and those that are being measured.
 
     `newest` is at least one, which a resumed run needs. `scores` are those of the policy after each
-    step that was measured, None while it is being measured. Checkpoints of `protected` steps stay.
+    step that was measured (of several numbers, the first decides), None while it is being measured.
+    Checkpoints of `protected` steps stay.
 
     Returns:
         The name of the best one, which `best` links to; None when none of them was measured.

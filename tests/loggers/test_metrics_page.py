@@ -27,7 +27,7 @@ SMALL = [
     "loggers=[file]",
 ]
 RUNS = {
-    "synchronous": ["env.id=tir", "steps=2"],
+    "synchronous": ["env.id=tir", "steps=2", "eval.num_tasks=5"],
     "asynchronous": ["env.id=tir", "steps=4", "rollout.max_staleness=2"],
     "mixed": ["env.id=mix", "steps=1", "eval.num_tasks=4", "rollout.batch_groups=8"],
     # Whatever an algorithm can add: corrections, a reference, shaped rewards, a critic, a gate.

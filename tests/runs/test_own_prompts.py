@@ -9,6 +9,7 @@ import pytest
 
 import areal_gym
 from areal_gym.errors import ConfigError, UsageError
+from areal_gym.report.chart_table import charts_of, evaluations_of
 from areal_gym.run_dir.run_dir import RunDir
 from tests._support.paths import ROOT
 
@@ -90,6 +91,22 @@ def test_a_run_goes_on_when_the_users_files_are_gone(settings, tmp_path):
     result = areal_gym.train(mode="resume", out=out, steps=2, data=kept[str(data)], reward=copies)
     assert result.summary["num_steps"] == 2
     assert set(kept) <= {row["file"] for row in RunDir(out).read_provenance()["inputs"]}
+
+
+def test_graded_rewards_are_measured_by_their_mean(settings, capsys):
+    settings |= {"data": {"data": ROWS, "heldout": 0.5}, "reward": brevity, "progress": True}
+    run = areal_gym.train(**settings).run
+    captured = capsys.readouterr()
+    summary, log = run.read_summary(), captured.out + captured.err
+    row = run.read_evaluations()[-1]["sampled"]
+    assert row["pass@1"] == 0 > row["reward"] == summary["heldout_reward_after"]
+    low, high = row["reward_low"], row["reward_high"]
+    assert f"; reward {row['reward']:.3f} ({low:.3f} to {high:.3f})" in log
+    assert "held-out, reward" in log
+    (evaluation, *_) = evaluations_of(run.read_evaluations())
+    assert evaluation["reward"] < 0
+    lines = next(chart for chart in charts_of(run.read_metrics(), [evaluation])).lines
+    assert [line.name for line in lines if line.are_dots] == ["held out", "solved"]
 
 
 def test_functions_without_a_file_are_said(settings, capsys):

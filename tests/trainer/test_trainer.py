@@ -515,6 +515,7 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path):
     assert (tmp_path / "best" / "config.json").samefile(tmp_path / "step-000001" / "config.json")
     assert latest_checkpoint(tmp_path) == (10, tmp_path / "step-000010")
     # Of two that are as good, the newer one has seen more.
+    assert keep_checkpoints(tmp_path, 1, {1: (0.0, 0.4), 10: (0.0, 0.3)}) == "step-000001"
     assert keep_checkpoints(tmp_path, 1, {1: 0.9, 2: 0.3, 10: 0.9}) == "step-000010"
     assert names_in(tmp_path) == ["best", "step-000010"]
     require_whole(tmp_path / "best")
