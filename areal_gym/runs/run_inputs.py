@@ -1,7 +1,8 @@
 """The user's files that a run is made of: rewards, tools, environments, data.
 
     plugins.json, "inputs"   each file that the settings name: path, hash, copy
-    inputs/                  copies: of code always, of data that are small or lie in the cache only
+    inputs/                  copies: of code and of modules that it imports from its folder; of data
+                             that are small or lie in the cache only
 
 A run goes on where the originals are gone: `with_copies` puts the copies in their place. What was
 defined in a notebook has no file, and its name says so (`utils.session_objects`).
@@ -9,9 +10,9 @@ defined in a notebook has no file, and its name says so (`utils.session_objects`
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.run_files import RunFiles
 from areal_gym.utils.cache import cache_directory
 from areal_gym.utils.files import readable_disk_errors
+from areal_gym.utils.neighbour_modules import neighbours
 from areal_gym.utils.session_objects import is_session_name
 
 MOST_COPIED = 2**24
@@ -35,21 +37,23 @@ def save_inputs(directory: RunDir, config: RunConfig) -> list[str]:
     """
     remarks: list[str] = []
     before = {row["file"]: row for row in directory.read_provenance().get("inputs", [])}
-    rows: list[dict[str, Any]] = []
-    for file in dict.fromkeys(_files(config)):
+    rows: dict[str, dict[str, Any]] = {}
+    named = dict.fromkeys(_files(config))
+    for file, (place, is_named) in _places(named):
         size, digest = _fingerprint(file)
         row = {"file": str(file), "bytes": size, "sha256": digest, "copy": None}
         old = before.get(str(file))
-        if old is not None and old["sha256"] != digest:
+        if old is not None and old["sha256"] != digest and str(file) not in rows:
             remarks.append(f"warning: {file} has changed since the run began")
         is_copied = size <= MOST_COPIED or file.is_relative_to(cache_directory())
         if is_copied and not file.is_relative_to(directory.inputs_dir.absolute()):
-            row["copy"] = str(_copy(file, directory.inputs_dir, digest).relative_to(directory.path))
-        rows.append(row if row["copy"] or old is None else {**row, "copy": old["copy"]})
-    named = {row["file"] for row in rows}
-    rows += [row for file, row in before.items() if file not in named]
+            copy = _copy(file, directory.inputs_dir / place)
+            row["copy"] = str(copy.relative_to(directory.path))
+        if is_named or str(file) not in rows:
+            rows[str(file)] = row if row["copy"] or old is None else {**row, "copy": old["copy"]}
+    rows = {**{file: row for file, row in before.items() if file not in rows}, **rows}
     if rows:
-        directory.add_provenance(inputs=rows)
+        directory.add_provenance(inputs=[*rows.values()])
     objects = [text for text in _texts(config) if is_session_name(text)]
     if objects:
         remarks.append(
@@ -62,11 +66,15 @@ def save_inputs(directory: RunDir, config: RunConfig) -> list[str]:
 
 def with_copies(config: RunConfig, run: Path) -> tuple[RunConfig, list[str]]:
     """Return the settings of a run with copies in place of files that are gone, and remarks."""
-    places: dict[str, str] = {}
-    for row in RunFiles(run).read_provenance().get("inputs", []):
-        copy = None if row.get("copy") is None else run / str(row["copy"])
-        if copy is not None and copy.is_file() and not Path(row["file"]).exists():
-            places[row["file"]] = str(copy.absolute())
+    rows = [row for row in RunFiles(run).read_provenance().get("inputs", []) if row.get("copy")]
+    missing = [row for row in rows if not Path(row["file"]).exists()]
+    # Code and its modules stay together.
+    folders = {Path(row["copy"]).parts[:2] for row in missing}
+    places = {
+        str(row["file"]): str((run / row["copy"]).absolute())
+        for row in rows
+        if Path(row["copy"]).parts[:2] in folders and (run / row["copy"]).is_file()
+    }
     if not places:
         return config, []
     env = config.env.model_copy(
@@ -77,7 +85,11 @@ def with_copies(config: RunConfig, run: Path) -> tuple[RunConfig, list[str]]:
     )
     if env == config.env:
         return config, []
-    remarks = [f"{file} is gone; its copy in {run} is used" for file in places]
+    remarks = [
+        f"{row['file']} is gone; its copy in {run} is used"
+        for row in missing
+        if row["file"] in places
+    ]
     return config.model_copy(update={"env": env}), remarks
 
 
@@ -103,6 +115,25 @@ def _files(config: RunConfig) -> Iterator[Path]:
             yield path
 
 
+def _places(named: Iterable[Path]) -> Iterator[tuple[Path, tuple[Path, bool]]]:
+    """Yield each file with the place of its copy, and whether the settings name it.
+
+    Code of one folder stays together, with the modules that it imports from there: under a name
+    made of their contents, so that code whose modules have changed gets another folder.
+    """
+    groups: dict[Path, list[Path]] = {}
+    for file in named:
+        groups.setdefault(file.parent if file.suffix == ".py" else file, []).append(file)
+    for folder, files in groups.items():
+        beside = [each for file in files if file.suffix == ".py" for each in neighbours(file)]
+        every = list(dict.fromkeys([*files, *beside]))
+        digests = "".join(_fingerprint(each)[1] for each in every)
+        digest = (digests if len(every) == 1 else sha256(digests.encode()).hexdigest())[:8]
+        for each in every:
+            within = each.relative_to(folder) if beside else each.name
+            yield each, (Path(digest) / within, each in files)
+
+
 def _replaced(value: Any, places: Mapping[str, str]) -> Any:
     if isinstance(value, str):
         file, separator, name = value.rpartition(".py:")
@@ -121,15 +152,14 @@ def _fingerprint(file: Path) -> tuple[int, str]:
     """Return the size and a hash: of the whole file if it is small, else of its beginning."""
     size = file.stat().st_size
     with file.open("rb") as stream:
-        digest = hashlib.sha256(stream.read(MOST_COPIED))
+        digest = sha256(stream.read(MOST_COPIED))
     if size > MOST_COPIED:
         digest.update(str(size).encode())
     return size, digest.hexdigest()
 
 
-def _copy(file: Path, folder: Path, digest: str) -> Path:
-    """Copy a file beside those of the same name; return where it is."""
-    place = folder / digest[:8] / file.name
+def _copy(file: Path, place: Path) -> Path:
+    """Copy a file unless it is there already; return where it is."""
     with readable_disk_errors(place):
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)

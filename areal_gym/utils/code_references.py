@@ -14,6 +14,7 @@ from typing import Any
 
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.utils.files import path_hints
+from areal_gym.utils.neighbour_modules import require_own_neighbours
 
 
 def is_code_reference(text: str) -> bool:
@@ -65,10 +66,13 @@ def load_module(name: str) -> ModuleType:
     is_file = name.endswith(".py")
     try:
         return _load_file(*_version(Path(name))) if is_file else import_module(name)
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         hints: list[str | None] = []
         if isinstance(error, ModuleNotFoundError) and error.name != name:
-            hints.append(f"{error.name} must be installed beside areal-gym, in {sys.prefix}")
+            place = f", or lie beside {Path(name).name}" if is_file else ""
+            hints.append(f"{error.name} must be installed in {sys.prefix}{place}")
         if isinstance(error, FileNotFoundError) and is_file and not Path(name).is_file():
             hints += path_hints(Path(name))
         message = f"cannot load {name}: {type(error).__name__}: {error}{_line(error, name)}"
@@ -96,6 +100,7 @@ def _load_file(path: Path, changed_ns: int) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+        require_own_neighbours(path)
     except BaseException:
         del sys.modules[name]
         raise

@@ -18,7 +18,9 @@ REWARD = """
 import areal_gym
 
 def exact(completion, answer):
-    return float(completion.strip() == answer)
+    from helper_of_rewards import strip
+
+    return float(strip(completion) == answer)
 
 if TRAINS:
     areal_gym.train(data=[{"prompt": "a", "answer": "b"}], reward=exact, model="starter")
@@ -75,15 +77,18 @@ def test_reward_functions_of_trl(settings):
 
 def test_a_run_goes_on_when_the_users_files_are_gone(settings, tmp_path):
     data, code = tmp_path / "prompts.jsonl", tmp_path / "rewards.py"
+    helper = tmp_path / "helper_of_rewards.py"
+    helper.write_text("strip = str.strip")
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     code.write_text(REWARD.replace("TRAINS", "False"))
     run = areal_gym.train(data=data, reward=[f"{code}:exact", brevity], **settings).run
     assert run.read_config()["env"]["kwargs"]["reward"][0] == f"{code}:exact"
     kept = {row["file"]: run.path / row["copy"] for row in run.read_provenance()["inputs"]}
-    assert {str(data), str(code), __file__} == set(kept)
+    assert {str(data), str(code), str(helper), __file__} <= set(kept)
+    assert kept[str(helper)] == kept[str(code)].with_name(helper.name)
     assert kept[str(code)].read_text() == code.read_text()
     data.unlink()
-    code.unlink()
+    helper.unlink()  # code and its modules stay together: both copies are used
     out = settings["out"]
     with pytest.raises(UsageError, match="you have not run with them before"):
         areal_gym.train(mode="resume", out=out, steps=2)
