@@ -18,13 +18,13 @@ def neighbours(file: Path) -> list[Path]:
     names that are only made at run time are not found. Installed packages do not count.
     """
     folder = file.absolute().parent
-    waiting, found = [file.absolute()], {file.absolute(): None}
+    waiting, files = [file.absolute()], {file.absolute(): None}
     while waiting:
         for path in _imported_files(waiting.pop(), folder):
-            if path not in found:
-                found[path] = None
+            if path not in files:
+                files[path] = None
                 waiting.append(path)
-    return list(found)[1:]
+    return list(files)[1:]
 
 
 def require_own_neighbours(file: Path) -> None:
