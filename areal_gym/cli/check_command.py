@@ -80,7 +80,18 @@ def check_command(
         print_json({name: [dataclasses.asdict(r) for r in rs] for name, rs in reports.items()})
     else:
         _print_reports(reports, is_plain=options.is_plain)
+    for name, report in reports.items():
+        if all(result.is_ok for result in report) and name in [e.id for e in _entries(target)]:
+            _say_how_to_train(name, settings)
     return int(any(not result.is_ok for report in reports.values() for result in report))
+
+
+def _say_how_to_train(env_id: str, settings: Mapping[str, Any]) -> None:
+    """Say it of an environment that is sound, and that the default small policy cannot learn."""
+    from areal_gym.runs.early_checks import obstacle_to_warm_start
+
+    if reason := obstacle_to_warm_start(env_id, settings):
+        talk(f"to train in {env_id}, name a model, such as --model Qwen/Qwen3-0.6B: {reason}")
 
 
 def _entries(target: str) -> list[Entry]:

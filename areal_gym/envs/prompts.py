@@ -92,7 +92,7 @@ class PromptsEnv(TextEnv):
                 prompt=self._prompt,
                 tool_results=tuple(self._tool_results),
                 row=plain_value(self.task.data),  # lists are lists again
-                where=f"task {self.task.id}",
+                where=_place(self.task.id),
             )
         )
         return Response(
@@ -119,6 +119,13 @@ class PromptsEnv(TextEnv):
         if column is None:  # a task that was given, from elsewhere
             raise UsageError(f"task {self.task.id} has no prompt")
         return plain_value(self.task.data[column])
+
+
+def _place(task_id: str) -> str:
+    """Return the words for a task: the row that it was made of, where its id says so."""
+    data, _, row = task_id.rpartition("/")
+    number = row.partition("-")[0]
+    return f"row {number} of {data} (task {task_id})" if number.isdigit() else f"task {task_id}"
 
 
 def _require_given(tasks: Any, reward: Any) -> None:

@@ -226,7 +226,11 @@ def _instance(cls: type, name: str, arguments: Mapping[str, Any]) -> Any:
     except (TypeError, ValueError) as error:
         known = ", ".join(inspect.signature(cls).parameters) or "no arguments"
         raise ConfigError(
-            f"reward {name!r}: {error}", hints=[f"it takes: {known}", 'set them with "kwargs"']
+            f"reward {name!r}: {error}",
+            hints=[
+                f"it takes: {known}",
+                f'set them so: {{"reward": "{name}", "kwargs": {{...}}}} (docs/rewards.md)',
+            ],
         ) from None
     return cls(**arguments)
 

@@ -32,8 +32,10 @@ _WAVES = 4
 all, and then once more those that are tried again at once."""
 
 _HINTS = {
-    StopReason.ENV_ERROR: "look for the cause with: areal-gym check ENV",
-    StopReason.REWARD_ERROR: "rewards are finite numbers: see what the environment divides by",
+    StopReason.ENV_ERROR: "look for the cause with: areal-gym check ENV, "
+    "or areal-gym check --data DATA --reward REWARD",
+    StopReason.REWARD_ERROR: "rewards are finite numbers: look at what the environment, or "
+    "your reward function, returns",
     StopReason.AGENT_ERROR: "play one episode by itself: areal-gym eval --env ENV eval.num_tasks=1",
     StopReason.ENGINE_ERROR: "is the engine alive, and the model the right one?",
     StopReason.SANDBOX_ERROR: "see which sandboxes there are: areal-gym list sandboxes",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from areal_gym.config import EngineConfig, RunConfig
+from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
 
@@ -22,6 +25,17 @@ def require_startable(config: RunConfig) -> None:
 
         pick_device(config.trainer.device, "trainer.device")
         pick_device(config.engine.device, "engine.device")
+
+
+def obstacle_to_warm_start(env_id: str, arguments: Mapping[str, Any]) -> str:
+    """Return why no small policy can be made for an environment; "" if it can."""
+    from areal_gym.warm_start.demonstrations import obstacle_to_imitation
+
+    env: TextEnv = registry().make("envs", env_id, **arguments)
+    try:
+        return obstacle_to_imitation(env)
+    finally:
+        env.close()
 
 
 def require_server_engine(settings: EngineConfig) -> None:

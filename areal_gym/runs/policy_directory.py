@@ -15,6 +15,7 @@ from areal_gym.models.hub import is_hub_name, model_from_hub
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.components import Components
 from areal_gym.runs.run_display import Display
+from areal_gym.runs.run_inputs import digests_of_inputs
 from areal_gym.utils.files import path_hints
 
 
@@ -83,7 +84,10 @@ def _starter(config: RunConfig, parts: Components, display: Display) -> tuple[Pa
             display.phase("warm start", total)
         display.advance(done, detail)
 
-    key = yaml.safe_dump({"id": config.env.id, "kwargs": dict(parts.env_kwargs)})
+    about: dict[str, Any] = {"id": config.env.id, "kwargs": dict(parts.env_kwargs)}
+    if files := digests_of_inputs(config):  # other contents, another policy
+        about["files"] = files
+    key = yaml.safe_dump(about)
     try:
         starter = prepare_starter(
             parts.make_env(), env_key=key, seed=config.seed, on_progress=progress

@@ -93,6 +93,11 @@ def with_copies(config: RunConfig, run: Path) -> tuple[RunConfig, list[str]]:
     return config.model_copy(update={"env": env}), remarks
 
 
+def digests_of_inputs(config: RunConfig) -> dict[str, str]:
+    """Return the hashes of the files that the environment's settings name, by path."""
+    return {str(file): _fingerprint(file)[1] for file, _ in _places(dict.fromkeys(_files(config)))}
+
+
 def _texts(config: RunConfig) -> Iterator[str]:
     yield from _leaves([config.env.id, config.env.kwargs])
 

@@ -70,6 +70,19 @@ def demonstrators_for(env: TextEnv) -> tuple[Demonstrator, ...]:
     return GENERIC
 
 
+def obstacle_to_imitation(env: TextEnv) -> str:
+    """Return why no small policy can be made for the environment; "" if it can.
+
+    It is found by asking for the gold action of one task.
+    """
+    try:
+        demonstrators_for(env)
+        perfect_demonstration(env, random.Random(0))
+    except UsageError as error:
+        return error.message
+    return ""
+
+
 def perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
     """Play a task without faults: for measuring skill, never imitated in `tir`."""
     env = _reset(env, rng, "train")

@@ -1,0 +1,148 @@
+"""Wrong rewards, rows and classes on the command line: each is named, with what to type."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from areal_gym.cli.app import run
+
+CODE = """
+import time
+
+def ok(completion):
+    return 1.0 if completion.startswith("W") else 0.5
+
+def nan(completion):
+    return float("nan")
+
+def text(completion):
+    return "good"
+
+def many(completions):
+    return [1.0, 2.0]
+
+def raises(completion, answer):
+    return {}[answer]
+
+def hangs(completion):
+    while True:
+        time.sleep(0.01)
+
+hangs.timeout_s = 0.05
+
+def none(completion):
+    return None
+
+def needs(completion, solution):
+    return 1.0
+
+class NoEnv:
+    pass
+"""
+ROWS = [{"prompt": f"What is {n}+1?", "answer": str(n + 1)} for n in range(9)]
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, tiny_policy, capsys):
+    """Return a function that runs `areal-gym train` and returns what it says on stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    (tmp_path / "mine.py").write_text(CODE)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def train(*arguments, model=str(tiny_policy)):
+        small = ["rollout.max_new_tokens=4", "rollout.batch_groups=2", "rollout.group_size=2"]
+        small += ["engine.max_context=128", "rollout.max_retries=0", "engine.num_slots=4"]
+        options = ["--model", model, "--steps", "1", "--out", str(tmp_path / "run")]
+        assert run(["train", *options, *arguments, *small]) != 0
+        return capsys.readouterr().err
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("nan", ["'nan' returned nan, on row ", " of rows (task rows/", "finite number"]),
+        ("text", ["'text' returned 'good', on row ", "float(...)"]),
+        ("many", ["'many' returned [1.0, 2.0], on row ", "2 rewards for 1 completion"]),
+        (
+            "raises",
+            ["'raises' raised KeyError", "mine.py, line 17", "on row ", "check --data DATA"],
+        ),
+        ("hangs", ["'hangs' did not return within 0.05 s, on row ", '"timeout_s"']),
+        ("none", ["no reward applies to row ", "return a number"]),
+    ],
+)
+def test_a_broken_reward_ends_the_run_with_its_own_message(train, reward, words):
+    said = train("--data", "rows.jsonl", "--reward", f"mine.py:{reward}")
+    for word in words:
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("line", "reward", "words"),
+    [
+        ('{"answer": "3"}', "mine.py:ok", ["line 4: no prompt", "env.kwargs.prompt=COLUMN"]),
+        ('{"prompt": 3}', "mine.py:ok", ["line 4: the prompt is 3; a text or messages"]),
+        ('{"prompt": ""}', "mine.py:ok", ["line 4: the prompt is empty"]),
+        (
+            '{"prompt": [{"role": "usr", "content": "a"}]}',
+            "mine.py:ok",
+            ["line 4: message 1 of the prompt has the role 'usr'", "user"],
+        ),
+        ('["a"]', "mine.py:ok", ["line 4: a row is an object, not list", "such as"]),
+        ('{"prompt"', "mine.py:ok", ["line 4: not JSON"]),
+        ('{"prompt": "a"}', "exact", ["line 4: no field 'answer'", "the reward 'exact' needs"]),
+        (
+            '{"prompt": "a", "answer": "b"}',
+            "mine.py:needs",
+            ["line 1: no field 'solution', which the reward 'needs' needs", "prompt, answer"],
+        ),
+    ],
+)
+def test_a_broken_row_is_named_before_anything_starts(train, tmp_path, line, reward, words):
+    rows = [json.dumps(row) for row in ROWS[:3]]
+    (tmp_path / "bad.jsonl").write_text("\n".join([*rows, line, *rows]))
+    said = train("--data", "bad.jsonl", "--reward", reward)
+    for word in words:
+        assert word in said
+    assert not (tmp_path / "run").exists()
+
+
+JUDGE = (
+    'env.kwargs.reward={"reward": "judge", "kwargs": {"base_url": "https://judge.invalid/v1", '
+    '"model": "j", "rubric": "Is it good?"}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--env", "mine.py:NoEnv"], ["mine.py:NoEnv is no environment", "areal_gym.TextEnv"]),
+        (
+            ["--data", "nobody/nothing", "--reward", "exact"],
+            ["cannot load the data set nobody/nothing", "is there a network?", ".jsonl"],
+        ),
+        (["--data", "rows.jsonl", "--reward", "judge"], ["'base_url'", '"kwargs": {...}']),
+        (["--data", "rows.jsonl", JUDGE], ["needs a key", "export OPENAI_API_KEY"]),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(train, tmp_path, arguments, words):
+    said = train(*arguments)
+    for word in words:
+        assert word in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_environment_that_a_small_policy_cannot_learn_is_told_of(train, tmp_path, capsys):
+    (tmp_path / "plain.jsonl").write_text("".join(f'{{"prompt": "W{n}?"}}\n' for n in range(40)))
+    own = ["--data", "plain.jsonl", "--reward", "mine.py:ok"]
+    reason = "the rows have no column 'answer' that a small policy could imitate"
+    assert reason in train(*own, model="starter")
+    assert run(["check", *own, "-n", "2", "--concurrent", "2"]) == 0
+    assert f"name a model, such as --model Qwen/Qwen3-0.6B: {reason}" in capsys.readouterr().err
