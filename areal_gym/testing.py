@@ -1,4 +1,4 @@
-"""The contracts of losses and advantage estimators, for the tests of plugin authors.
+"""The contracts of losses, advantage estimators and rewards, for the tests of plugin authors.
 
     from areal_gym.testing import check_advantage_estimator, check_policy_loss
 
@@ -10,17 +10,22 @@ Each check raises an AssertionError that names the rule, and returns nothing.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import pickle
 import random
+from collections.abc import Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from areal_gym.rewards import RewardSet
     from areal_gym.trainer.algorithms.advantages import AdvantageEstimator, AdvantageInputs
     from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput, PolicyLoss
 
-__all__ = ["check_advantage_estimator", "check_policy_loss"]
+__all__ = ["check_advantage_estimator", "check_policy_loss", "check_reward"]
 
 Compares = Literal["siblings", "batch", "nothing"]
 
@@ -102,6 +107,77 @@ def check_advantage_estimator(
     if compares == "batch":
         flat_T = run(tuple((0.1,) * len(rewards) for rewards in _GROUPS))
     _require((flat_T == 0).all(), f"equal rewards of the {compares} do not give exactly 0")
+
+
+def check_reward(
+    reward: Any, *, row: Mapping[str, Any], right: str, wrong: str, prompt: str = ""
+) -> None:
+    """Check the contract of a reward, given as it is given to a run: a function, an id, settings.
+
+    - `right`, a completion for the `row`, earns more than `wrong`, and no hostile text (empty, a
+      megabyte, nested, undecodable, ...) earns more than it.
+    - Every text gets a finite number; nothing that a policy writes makes the reward raise.
+    - The same text gets the same reward again, beside other texts, and from a copy of the reward,
+      as other processes have it.
+    - The row stays as it is, and the columns that the reward needs are in it.
+
+    Raises:
+        AssertionError: a rule is broken.
+        ConfigError: the reward cannot be loaded.
+    """
+    from areal_gym.rewards import load_rewards
+
+    rewards = load_rewards(reward)
+    absent = [column for column in rewards.required_columns if column not in row]
+    _require(not absent, f"it needs columns that the row does not have: {', '.join(absent)}")
+    before, texts = deepcopy(dict(row)), [right, wrong, *_HOSTILE_TEXTS]
+
+    def score(scorer: RewardSet, texts: list[str]) -> list[float]:
+        return asyncio.run(_scores(scorer, texts, row, prompt))
+
+    earned = score(rewards, texts)
+    _require(dict(row) == before, "it changes the row")
+    best, worst, *others = earned
+    _require(best > worst, f"the right completion earns {best}, the wrong one {worst}")
+    for text, value in zip(_HOSTILE_TEXTS, others, strict=True):
+        rule = f"the text {_shown(text)} earns {value}, and the right completion {best}"
+        _require(value <= best, rule)
+    for text, value in zip(texts[:2], earned[:2], strict=True):
+        _require(score(rewards, [text]) == [value], f"{_shown(text)} alone earns another reward")
+    try:
+        copied: RewardSet = pickle.loads(pickle.dumps(rewards))
+    except (pickle.PicklingError, AttributeError, TypeError):  # a function inside of a test
+        return
+    _require(score(copied, texts[:2]) == earned[:2], "a copy of it gives other rewards")
+
+
+_HOSTILE_TEXTS = (
+    *("", " \n", "\0", "\ud800", "\u202e4", "4" * 10_000, "a" * 1_000_000, "{" * 5_000),
+    *("[" * 20_000, r"\boxed{" * 2_000, "<think>" * 3, "```\n" * 50, '{"a": NaN}', "#### "),
+)
+
+
+async def _scores(
+    rewards: RewardSet, texts: list[str], row: Mapping[str, Any], prompt: str
+) -> list[float]:
+    """Score the texts beside each other; raise AssertionError for one that makes it raise."""
+    from areal_gym.errors import EpisodeError
+    from areal_gym.rewards import RewardInput
+
+    samples = [RewardInput(completion=text, prompt=prompt, row=row) for text in texts]
+
+    async def reward_of(sample: RewardInput) -> float:
+        try:
+            return (await rewards.score(sample)).reward
+        except EpisodeError as error:
+            text = _shown(sample.completion)
+            raise AssertionError(f"the text {text}: {error.message}") from error
+
+    return await asyncio.gather(*map(reward_of, samples))
+
+
+def _shown(text: str) -> str:
+    return ascii(text if len(text) <= 40 else f"{text[:20]}... ({len(text):,} characters)")
 
 
 # ---- losses ----------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-from areal_gym.testing import check_advantage_estimator, check_policy_loss
+from areal_gym.testing import check_advantage_estimator, check_policy_loss, check_reward
 from areal_gym.trainer.algorithms.advantages import (
     dr_grpo,
     grpo,
@@ -185,3 +187,47 @@ def test_sequence_losses_are_checked_by_their_sum():
         return LossOutput(loss=-batch.advantages * log_ratio_T.clamp(-20, 20).exp())
 
     check_policy_loss(loss)
+
+
+def long_is_good(completion):
+    return len(completion) / 10
+
+
+def raises_on_nothing(completion):
+    return float(completion.split()[-1] == "4")
+
+
+def shy(completion, answer):
+    return float(completion == answer)
+
+
+class Counting:
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, completion):
+        self.num_calls += 1
+        return float(completion == "4") / self.num_calls
+
+
+def spoils(completion, row):
+    row["seen"] = True
+    return float(completion == "4")
+
+
+@pytest.mark.parametrize(
+    ("reward", "rule"),
+    [
+        (long_is_good, "earns 1000.0, and the right completion 0.2"),
+        (raises_on_nothing, "the text '': reward 'raises_on_nothing' raised IndexError"),
+        (lambda completion: 1.0, "the right completion earns 1.0, the wrong one 1.0"),
+        (shy, "it needs columns that the row does not have: answer"),
+        (Counting(), "'4' alone earns another reward"),
+        (spoils, "it changes the row"),
+        (lambda completion: float("nan"), "returned nan"),
+    ],
+)
+def test_broken_rules_of_rewards_are_named(reward, rule):
+    right, wrong = ("44", "4") if reward is long_is_good else ("4", "5")
+    with pytest.raises(AssertionError, match=re.escape(rule)):
+        check_reward(reward, row={}, right=right, wrong=wrong)

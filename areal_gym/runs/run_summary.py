@@ -45,6 +45,7 @@ def conclude(run: RunContext[_Item], best: str | None) -> dict[str, Any]:
         "cpu_s": round(cpu_s() - prepared.cpu_before_s, 2),
         "seed": config.seed,
         "warm_start": prepared.warm_start,
+        "initial_policy": str(prepared.policy.absolute()),
         "checkpoint": f"checkpoints/step-{run.step:06d}",
         "best_checkpoint": None if best is None else f"checkpoints/{best}",
         "version": __version__,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import time
@@ -17,6 +18,7 @@ from areal_gym.errors import ConfigError, EnvError, EnvUnreachableError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.rewards import RewardInput, load_rewards
+from areal_gym.testing import check_reward
 from tests._support.scripted_gateway import running_gateway
 
 
@@ -77,6 +79,19 @@ def judge(url, **kwargs):
 
 def sample(completion="4", **row):
     return RewardInput(completion=completion, prompt="2 + 2?", row=row, where="row 1")
+
+
+def test_judge_keeps_the_contract():
+    def good_for_four(text, tag, number):
+        is_four = re.search(r"<answer \w+>\n4\n</answer", text) is not None
+        return verdict(tag, score=9 if is_four else 1)
+
+    async def main():
+        async with Judge(good_for_four) as server:
+            check = functools.partial(check_reward, row={}, right="4", wrong="5", prompt="2 + 2?")
+            await asyncio.to_thread(check, judge(server.url))
+
+    asyncio.run(main())
 
 
 def run(reply, completion="4", row=(), **kwargs):

@@ -63,6 +63,11 @@ class TrainingResult:
         return self.run.path / str(self.summary["checkpoint"])
 
     @property
+    def start(self) -> Path:
+        """The policy that training began with: to compare with."""
+        return Path(self.summary["initial_policy"])
+
+    @property
     def best_checkpoint(self) -> Path | None:
         """The best checkpoint on held-out tasks that still exists."""
         name = self.summary["best_checkpoint"]
