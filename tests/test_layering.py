@@ -98,7 +98,7 @@ MAY_IMPORT = {
         "rewards",
         "_gymnasium",
     },
-    "testing": COMMON | {"trainer"},
+    "testing": COMMON | {"trainer", "rewards"},
     "_gymnasium": {"plugins"},
     "__main__": {"cli"},
     "": {"_gymnasium", "_moved", "agents", "engines", "envs", "report.notebook", "rollout"}
