@@ -23,6 +23,7 @@ __all__ = [
     "InterruptedEngine",
     "LocalEngine",
     "Piece",
+    "ReferenceScores",
     "RejoinedEngine",
     "RemoteEngine",
     "SamplingParams",
@@ -30,6 +31,7 @@ __all__ = [
     "SnapshotEngine",
     "StreamingEngine",
     "TakeOverEngine",
+    "VerifyingEngine",
     "WeightServer",
     "adapter_name",
     "stream_from",
@@ -353,6 +355,29 @@ class RemoteEngine(Engine, Protocol):
         Raises:
             EngineError: no server took the new weights.
         """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceScores:
+    """The trainer's log-probabilities of a short row, which servers of `version` must give, too."""
+
+    version: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Of `token_ids[1:]`, at temperature 1."""
+    max_gap: float
+    """The mean difference that is allowed a server that computes in float32."""
+    max_rounded_gap: float
+    """The one that is allowed all other servers."""
+
+
+@runtime_checkable
+class VerifyingEngine(RemoteEngine, Protocol):
+    """An engine that compares its servers with the trainer before they sample a new version."""
+
+    reference: ReferenceScores | None
+    """What servers are compared with, after each publication of its version, and when one comes
+    back; None compares nothing."""
 
 
 @runtime_checkable

@@ -68,6 +68,7 @@ async def open_supervised(stack: AsyncExitStack, prepared: PreparedRun) -> RunCo
 
 async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunContext[Group]:
     """Start trainer, engine, gateway and rollout workers; else as `open_supervised`."""
+    from areal_gym.runs.reference_row import reference_maker
     from areal_gym.trainer.update import WeightPublisher
     from areal_gym.trainer.weight_sync import make_weight_sync, takes_adapter
 
@@ -95,7 +96,8 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
     weight_sync = make_weight_sync(engine, settings, directory=directory, lora=config.trainer.lora)
     stack.push_async_callback(weight_sync.aclose)
     patience_s = config.rollout.outage_patience_s
-    publisher = WeightPublisher(weight_sync, trainer, engine, patience_s, gpus)
+    reference = reference_maker(config, trainer, renderer)
+    publisher = WeightPublisher(weight_sync, trainer, engine, patience_s, gpus, reference)
     if prepared.step or (isinstance(engine, TakeOverEngine) and engine.take_over):
         await publisher.publish(prepared.step)
     begin = publisher.begin_step

@@ -107,6 +107,17 @@ class ClosableTrainer(Protocol):
 
 
 @runtime_checkable
+class ReferenceTrainer(Protocol):
+    """A trainer that servers are compared with at temperature 1: an optional part of the contract.
+
+    Without it, those of `GroupTrainer.score` are taken, if sampling is at temperature 1.
+    """
+
+    def score_at(self, rows: list[TokenSequence], temperature: float) -> list[Tensor]:
+        """Return what `GroupTrainer.score` does, of another temperature than that of sampling."""
+
+
+@runtime_checkable
 class OffloadingTrainer(Protocol):
     """A trainer that can leave its GPUs to servers for a while (`trainer.colocate`)."""
 

@@ -78,26 +78,37 @@ class RowPasses:
         rows: Sequence[TokenSequence],
         decoder: PolicyModel | None = None,
         *,
+        temperature: float | None = None,
         has_entropy_gradient: bool = False,
     ) -> TokenScores:
-        """Score the trained tokens of a packed batch of `rows`, by default with the policy."""
+        """Score the trained tokens of a packed batch of `rows`, by default with the policy.
+
+        `temperature` is that of sampling by default.
+        """
         masks = [row.loss_mask for row in rows]
         with autocast(self._device, self._config):
             return score_tokens(
                 decoder or self._decoder,
                 batch,
                 masks,
-                self._temperature,
+                self._temperature if temperature is None else temperature,
                 has_entropy_gradient=has_entropy_gradient,
             )
 
     def logprobs(
-        self, rows: Sequence[TokenSequence], decoder: PolicyModel | None = None
+        self,
+        rows: Sequence[TokenSequence],
+        decoder: PolicyModel | None = None,
+        *,
+        temperature: float | None = None,
     ) -> list[Tensor]:
-        """Return log-probabilities of each row's trained tokens, by default under the policy."""
+        """Return log-probabilities of each row's trained tokens, by default under the policy.
+
+        `temperature` is that of sampling by default.
+        """
 
         def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
-            logprobs_T = self.scores(batch, packed, decoder).logprobs
+            logprobs_T = self.scores(batch, packed, decoder, temperature=temperature).logprobs
             return torch.split(logprobs_T, [row.num_trainable for row in packed])
 
         return self._without_gradient(rows, look, decoder or self._decoder)

@@ -220,6 +220,10 @@ class Trainer(PolicyTrainer):
         """Return log-probabilities of each row's trained tokens under the current weights."""
         return self._passes.logprobs(rows)
 
+    def score_at(self, rows: list[TokenSequence], temperature: float) -> list[Tensor]:
+        """Return what `score` does, of another temperature than that of sampling."""
+        return self._passes.logprobs(rows, temperature=temperature)
+
     def adapter(self) -> dict[str, Tensor]:
         """Return peft's names and the adapter's tensors; copy them before the next step."""
         if self.config.lora is None:

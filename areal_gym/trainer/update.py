@@ -17,7 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from areal_gym.engines.base import Engine, InterruptedEngine, RejoinedEngine
+from areal_gym.engines.base import (
+    Engine,
+    InterruptedEngine,
+    ReferenceScores,
+    RejoinedEngine,
+    VerifyingEngine,
+)
 from areal_gym.errors import EngineError, InfrastructureError
 from areal_gym.trainer.base import GroupTrainer, WeightSync
 from areal_gym.trainer.colocation import SharedGpus
@@ -56,7 +62,8 @@ class WeightPublisher:
     """Publishes a trainer's weights to an engine, which may lose its servers for a while.
 
     A publication waits `outage_patience_s` for a server to come back. `gpus` are those that the
-    servers share with the trainer, if they do.
+    servers share with the trainer, if they do. `make_reference` gives what servers are compared
+    with, for those engines that compare them.
     """
 
     def __init__(
@@ -66,12 +73,14 @@ class WeightPublisher:
         engine: Engine | None = None,
         outage_patience_s: float = 0.0,
         gpus: SharedGpus | None = None,
+        make_reference: Callable[[int], ReferenceScores | None] | None = None,
     ) -> None:
         self._weight_sync = weight_sync
         self._trainer = trainer
         self._engine = engine
         self._patience_s = outage_patience_s
         self._gpus = gpus
+        self._make_reference = make_reference
 
     async def begin_step(self) -> None:
         """Give the GPUs to the trainer, where servers use them, too."""
@@ -94,6 +103,7 @@ class WeightPublisher:
         """
         clock = asyncio.get_running_loop().time
         since_s = clock()
+        await self._tell_reference(version)
         while True:
             try:
                 await self._publish_once(version)
@@ -110,6 +120,14 @@ class WeightPublisher:
                         hints=error.hints,
                     ) from error
             await asyncio.sleep(_POLL_S)
+
+    async def _tell_reference(self, version: int) -> None:
+        """Score the reference row once for each version, while the trainer has its weights."""
+        engine, make_reference = self._engine, self._make_reference
+        if make_reference is None or not isinstance(engine, VerifyingEngine):
+            return
+        if engine.reference is None or engine.reference.version != version:
+            engine.reference = await asyncio.to_thread(make_reference, version)
 
     async def _publish_once(self, version: int) -> None:
         try:

@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 
 from areal_gym.config import load_config
+from areal_gym.engines.base import ReferenceScores
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.engines.sglang import FakeSGLangServer
 from areal_gym.engines.vllm import FakeVLLMServer, VLLMEngine
 from areal_gym.engines.vllm.fake_transfer import FakeTransfer
-from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError, InfrastructureError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
 from areal_gym.runs.train import train
 from tests._support.sglang_servers import ask, count, counted, until
+from tests._support.sglang_suite import trainer_logprobs
 
 POLICY = Path("policy")
 
@@ -160,6 +162,24 @@ class OwnServer:
         return []
 
 
+def test_own_server_with_wrong_weights_is_restarted(tiny_policy, other_weights):
+    async def scenario():
+        server = careless(tiny_policy, num_starts=2)
+        async with server:
+            own = OwnServer(server)
+            engine = VLLMEngine(tiny_policy, processes=[own], grace_s=10, health_interval_s=0.05)
+            await engine.start()
+            engine.reference = reference_of(other_weights, 1)
+            with pytest.raises(EngineError, match="other weights"):
+                await publish(engine, 1, other_weights)
+            assert set((await ask(engine)).versions) == {1}
+            assert own.num_starts == 2
+            assert server.version == "1"
+            await engine.aclose()
+
+    asyncio.run(scenario())
+
+
 async def tear_update(engine, version, directory):
     """Begin an update, and leave it before its end."""
     async with engine.updating(version) as clients:
@@ -194,20 +214,82 @@ class Careless(FakeTransfer):
         return 1
 
 
-def test_wrong_weights_behind_a_success_are_found_by_the_probe(tiny_policy, shaped_env, tmp_path):
+class CarelessServer(FakeVLLMServer):
+    """A server that ignores new weights after its first starts, and takes them after later ones."""
+
+    num_careless_starts = 10**6
+
+    def forget_weights(self):
+        super().forget_weights()
+        if self.num_careless_starts > 0:
+            self._transfer = Careless(self)
+        self.num_careless_starts -= 1
+
+
+@pytest.fixture(scope="module")
+def other_weights(tiny_policy, tmp_path_factory):
+    """A checkpoint of the shape of the tiny policy, and other weights."""
     decoder = load_checkpoint(tiny_policy)
     for parameter in decoder.parameters():
         parameter.data.mul_(1.5)
-    other = save_checkpoint(decoder, tmp_path / "other", tokenizer_dir=tiny_policy)
+    return save_checkpoint(
+        decoder, tmp_path_factory.mktemp("weights") / "other", tokenizer_dir=tiny_policy
+    )
 
-    class Server(FakeVLLMServer):
-        def forget_weights(self):
-            super().forget_weights()
-            self._transfer = Careless(self)
 
+def reference_of(policy, version):
+    ids = (1, 2, 3, 4, 5, 6)
+    logprobs = trainer_logprobs(load_checkpoint(policy), ids, 1)
+    return ReferenceScores(
+        version=version, token_ids=ids, logprobs=logprobs, max_gap=1e-3, max_rounded_gap=0.2
+    )
+
+
+def careless(policy, num_starts=10**6):
+    engine = EmbeddedEngine.from_checkpoint(policy, max_context=128)
+    server = CarelessServer(engine, model_path=str(policy))
+    server.num_careless_starts = num_starts
+    return server
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "keep"])
+def test_server_with_wrong_weights_takes_no_requests(tiny_policy, other_weights, interrupt):
+    async def scenario():
+        good, bad = servers = [embedded(tiny_policy), careless(tiny_policy)]
+        options = {"interrupt": interrupt, "grace_s": 10}
+        async with serving(*servers, policy=tiny_policy, **options) as engine:
+            turns = [asyncio.create_task(ask(engine, 60, session=f"{i}")) for i in range(4)]
+            await until(lambda: all(server.num_running == 2 for server in servers))
+            engine.reference = reference_of(other_weights, 1)
+            await publish(engine, 1, other_weights)
+            assert [state.client.url for state in engine.serving] == [good.url]
+            assert bad.version == "broken"
+            decoder = load_checkpoint(other_weights)
+            for turn in await asyncio.gather(*turns):
+                num_old = turn.versions.count(0)
+                expected = trainer_logprobs(decoder, [1, 2, *turn.token_ids], 2 + num_old)
+                pairs = zip(turn.logprobs[num_old:], expected, strict=True)
+                assert all(abs(a - b) < 1e-3 for a, b in pairs)
+            await asyncio.sleep(0.2)  # its return is tried again, and refused
+            assert len(engine.serving) == 1
+
+    asyncio.run(scenario())
+
+
+def test_only_server_with_wrong_weights_is_named_with_the_difference(tiny_policy, other_weights):
+    async def scenario():
+        async with serving(careless(tiny_policy), policy=tiny_policy) as engine:
+            engine.reference = reference_of(other_weights, 1)
+            with pytest.raises(EngineError, match=r"version 1 and has other weights: .*by \d"):
+                await publish(engine, 1, other_weights)
+            assert engine.outage_s > 0
+
+    asyncio.run(scenario())
+
+
+def test_wrong_weights_behind_a_success_end_a_run(tiny_policy, other_weights, shaped_env, tmp_path):
     async def serve(started, ended):
-        engine = EmbeddedEngine.from_checkpoint(other, max_context=128)
-        async with Server(engine, model_path=str(other)) as server:
+        async with careless(other_weights) as server:
             started.set_result(server.url)
             await ended.wait()
 
@@ -220,10 +302,11 @@ def test_wrong_weights_behind_a_success_are_found_by_the_probe(tiny_policy, shap
                 *(f"engine.url={await started}", "engine.kwargs.take_over=true"),
                 *("engine.max_context=128", "rollout.max_new_tokens=8", "steps=1"),
                 *("rollout.group_size=2", "rollout.batch_groups=1", "eval.num_tasks=1"),
+                "rollout.outage_patience_s=0.5",
             ]
         )
         try:
-            with pytest.raises(ConfigError, match="log-probabilities"):
+            with pytest.raises(InfrastructureError, match="other weights: log-probabilities"):
                 await asyncio.to_thread(train, config, run_dir=tmp_path / "run")
         finally:
             ended.set()

@@ -230,7 +230,8 @@ class FakeServer(EngineServer):
         from areal_gym.models.tiny import load_checkpoint
 
         decoder = load_checkpoint(Path(self.model_path))
-        decoder.load_state_dict(self._base())
+        adapter, weights = self._adapters.get(self._adapter or ""), self._base()
+        decoder.load_state_dict(weights if adapter is None else adapter.merged_into(weights))
         ids = torch.tensor(token_ids)
         with torch.no_grad():
             hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))

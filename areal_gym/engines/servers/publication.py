@@ -35,6 +35,8 @@ class PublicationGate:
         """The servers that a publication has paused, or that sleep."""
         self._released: list[str] = []
         """The kinds of memory that sleeping servers have released and not yet taken again."""
+        self._refusals: list[EngineError] = []
+        """What the last comparison of log-probabilities has found, one for each server."""
         self._since_s = 0.0
         """The time at which the servers fell asleep."""
 
@@ -64,6 +66,7 @@ class PublicationGate:
             EngineUnreachableError: no server answered for the grace period.
         """
         pool = self._pool
+        self._refusals = []
         async with self._weights_in_memory() if pool.is_asleep else self._paused(must_abort):
             published: int | None = None
             try:
@@ -73,6 +76,8 @@ class PublicationGate:
                 await _admit(pool, self._paused_states, published)
         if pool.policy_version != version:
             raise EngineError(f"no server reports version {version} after its publication")
+        if self._refusals and not pool.serving:
+            raise self._refusals[0]
 
     @asynccontextmanager
     async def _paused(self, must_abort: bool) -> AsyncIterator[None]:
@@ -96,9 +101,16 @@ class PublicationGate:
                     await asyncio.gather(
                         *(_unpause(pool, state) for state in states if state.is_paused)
                     )
+                    await self._verify(states)
             finally:
                 self._is_open.set()
                 pool.stats.publication_s += clock() - since_s
+
+    async def _verify(self, states: Sequence[ServerState]) -> None:
+        """Compare the servers that go on with the trainer, before new requests are sent."""
+        pool = self._pool
+        checks = (pool.verify(state) for state in states if state.is_serving)
+        self._refusals = [error for error in await asyncio.gather(*checks) if error is not None]
 
     # ---- colocation ---------------------------------------------------------------------------
 
@@ -137,6 +149,7 @@ class PublicationGate:
 
         try:
             await self._on_each(self._paused_states, rise)
+            await self._verify(self._paused_states)
         finally:
             pool.is_asleep = False
             pool.stats.asleep_s += asyncio.get_running_loop().time() - self._since_s

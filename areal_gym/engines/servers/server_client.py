@@ -60,6 +60,8 @@ class ServerFacts:
     """The kind of device that it samples on; "unknown" if the server does not report it."""
     frees_memory: bool
     """The memory of its GPUs can be released."""
+    dtype: str = "unknown"
+    """The type that it computes in, as torch names it."""
 
 
 class ServerClient(ABC):

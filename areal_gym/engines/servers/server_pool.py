@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_gym.engines.base import BROKEN_WEIGHTS
+from areal_gym.engines.base import BROKEN_WEIGHTS, ReferenceScores
 from areal_gym.engines.servers.launch import ServerProcess
 from areal_gym.engines.servers.replies import INITIAL_WEIGHTS, version_of
 from areal_gym.engines.servers.server_client import ServerClient, ServerFacts, is_refused
+from areal_gym.engines.servers.weight_check import WrongWeightsError, require_reference_scores
 from areal_gym.errors import EngineError, EngineUnreachableError
 
 _MAX_FAILURES = 3
@@ -68,6 +69,8 @@ class ServerState:
     is_paused: bool = False
     is_outdated: bool = False
     """The server is back, and needs weights that only the next publication brings."""
+    wrong_version: int | None = None
+    """The version that the server reports, and whose weights it does not have."""
     num_sessions: int = 0
     num_in_flight: int = 0
     num_failures: int = 0
@@ -110,6 +113,10 @@ class ServerPool:
         self.is_guest = is_guest
         self.policy_version = 0
         """The version of the weights that sample now; a server must report it to serve."""
+        self.adapter: str | None = None
+        """The name of the policy's LoRA adapter on the servers."""
+        self.reference: ReferenceScores | None = None
+        """What servers must give for a row; see `VerifyingEngine`."""
         self.stats = ServerStats()
         self.lock = asyncio.Lock()
         """Held while weights change: during a publication, or when a server comes back."""
@@ -254,6 +261,7 @@ class ServerPool:
         """Let the server take requests from now on."""
         state.is_serving = True
         state.is_outdated = False
+        state.wrong_version = None
         state.num_failures = 0
         state.last_answer_s = asyncio.get_running_loop().time()
         self._has_serving.set()
@@ -269,6 +277,23 @@ class ServerPool:
             self._has_serving.clear()
             self._outage_since_s = asyncio.get_running_loop().time()
         self._spawn(state.client.aclose())
+
+    async def verify(self, state: ServerState) -> EngineError | None:
+        """Compare a server's log-probabilities with the trainer's; it is lost if they differ.
+
+        Returns the reason; None if they agree, or if there is nothing to compare with.
+        """
+        reference = self.reference
+        if reference is None or reference.version != self.policy_version:
+            return None
+        try:
+            await require_reference_scores(state.client, state.facts, reference, self.adapter)
+        except EngineError as error:
+            self.lose(state)
+            if isinstance(error, WrongWeightsError):
+                state.wrong_version = reference.version
+            return error
+        return None
 
     def succeeded(self, state: ServerState) -> None:
         """Record a success of the server."""
@@ -309,6 +334,7 @@ class ServerPool:
             await state.process.start()
         await state.client.get("/health", timeout_s=_HEALTH_TIMEOUT_S)
         if await self._is_beyond_repair(state):
+            state.wrong_version = None
             if state.process is not None:  # the next call starts it again
                 await state.process.aclose()
             return
@@ -321,11 +347,15 @@ class ServerPool:
                 return
             if await state.reported_version() != version:
                 state.is_outdated = not await self._give_newest(state.client)
-            if await state.reported_version() == version:
+            if await state.reported_version() == version and not await self.verify(state):
                 self.admit(state)
 
     async def _is_beyond_repair(self, state: ServerState) -> bool:
-        if state.client.survives_torn_updates or self.is_guest:
+        if self.is_guest:
+            return False
+        if state.wrong_version is not None and state.process is not None:
+            return True
+        if state.client.survives_torn_updates:
             return False
         return await state.client.weight_version() == BROKEN_WEIGHTS
 

@@ -52,8 +52,6 @@ class TurnSampler(ServerPool):
         is_guest: bool,
     ) -> None:
         super().__init__(servers, grace_s=grace_s, interval_s=interval_s, is_guest=is_guest)
-        self.adapter: str | None = None
-        """The name of the policy's LoRA adapter on the servers."""
         self.fails_lost_turns = False
         """Whether a turn that was lost with the last server fails at once."""
         self._gate = PublicationGate(self, may_set_aside=may_set_aside)
@@ -96,6 +94,10 @@ class TurnSampler(ServerPool):
                 elif newest < version:  # restarted unnoticed
                     self.lose(state)
                     raise EngineError(f"{state.client.url} lost the weights it was given")
+                elif newest > version:  # requests that were set aside go on before it is verified
+                    await self._gate.wait()
+                if newest == state.wrong_version:
+                    raise EngineError(f"{state.client.url} has other weights than it reports")
                 if self._follows_adapters and reply.finish == "abort":
                     newest = await state.reported_version()
             except EngineError as error:

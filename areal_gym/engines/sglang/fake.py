@@ -98,6 +98,7 @@ class FakeSGLangServer(FakeWeights):
         return {
             **super()._facts(),
             "version": self.emulate,
+            "dtype": "float32",
             "enable_deterministic_inference": False,
             "updates_in_flight": False,
         }

@@ -72,6 +72,7 @@ class SGLangClient(ServerClient):
             or (self.needs_update_session and await self._has_route("/pause_generation")),
             device=str(info.get("device") or "unknown"),
             frees_memory=bool(info.get("enable_memory_saver")),
+            dtype=str(info.get("dtype") or "unknown"),
         )
 
     async def weight_version(self, *, timeout_s: float = QUICK_S) -> str:

@@ -321,7 +321,12 @@ class FakeVLLMServer(FakeServer):
             raise web.HTTPInternalServerError(reason=problem)
         if method == "describe_weight_loader":
             size = vocab_size_of(Path(self.model_path))
-            facts = {"device": "cpu", "backend": "areal-gym", "vocab_size": size}
+            facts = {
+                "device": "cpu",
+                "dtype": "float32",
+                "backend": "areal-gym",
+                "vocab_size": size,
+            }
             return web.json_response({"results": [facts]})
         try:
             number = await self._transfer.load_directory(str(arguments["directory"]))

@@ -100,6 +100,7 @@ class VLLMClient(ServerClient):
             can_set_aside=True,
             device=str(loader.get("device") or "unknown"),
             frees_memory=bool(model.get("enable_sleep_mode")),
+            dtype=str(loader.get("dtype") or "unknown"),
         )
 
     async def _vllm_version(self) -> str:

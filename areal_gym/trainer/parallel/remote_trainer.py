@@ -93,6 +93,10 @@ class RemoteTrainer(ABC):
         """Return the log-probabilities of each row's trained tokens."""
         return [torch.tensor(score) for score in self._ask("score", rows)]
 
+    def score_at(self, rows: list[TokenSequence], temperature: float) -> list[Tensor]:
+        """Return what `score` does, of another temperature than that of sampling."""
+        return [torch.tensor(score) for score in self._ask("score_at", rows, temperature)]
+
     def recompute_proximal(self) -> None:
         """Take ratios against the trainer's own log-probabilities from now on."""
         self._ask("recompute_proximal")
@@ -260,9 +264,9 @@ class Serving:
             if method == "save_checkpoint"
             else getattr(trainer, method)(*arguments)
         )
-        if method in ("score", "trained_tokens") and not self._is_writer:
+        if method in ("score", "score_at", "trained_tokens") and not self._is_writer:
             return None  # the first rank's answer is the one that is read
-        if method == "score":
+        if method in ("score", "score_at"):
             return [logprobs_T.cpu().numpy().copy() for logprobs_T in answer]
         if method in ("save", "save_checkpoint"):
             if self._is_writer:

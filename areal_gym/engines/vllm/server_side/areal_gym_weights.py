@@ -139,6 +139,7 @@ class WeightLoader:
         config = self.vllm_config.weight_transfer_config
         return {
             "device": self.device.type,
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "backend": getattr(config, "backend", None),
             "vocab_size": self.model_config.get_vocab_size(),
         }

@@ -1,0 +1,58 @@
+"""Compares a server's log-probabilities with the trainer's, before it samples a new version.
+
+A server may report a version whose weights it does not have: a loader that answers with success
+and has loaded half of them, a tied matrix that was left behind, files of another version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal_gym.engines.base import BROKEN_WEIGHTS, ReferenceScores
+from areal_gym.engines.servers.server_client import ServerClient, ServerFacts
+from areal_gym.errors import EngineError
+
+CHECK_S = 120.0
+"""The first request after a publication may wait for those that were interrupted."""
+
+
+class WrongWeightsError(EngineError):
+    """A server reports a version whose weights it does not have."""
+
+
+async def require_reference_scores(
+    client: ServerClient, facts: ServerFacts | None, reference: ReferenceScores, adapter: str | None
+) -> None:
+    """Ask the server to score the reference row, and compare.
+
+    A server that fails the comparison reports `BROKEN_WEIGHTS` from then on, so that other
+    processes leave it alone, too.
+
+    Raises:
+        WrongWeightsError: its log-probabilities are not the trainer's.
+        EngineError: it did not answer.
+    """
+    scores = await client.score(reference.token_ids, adapter=adapter, timeout_s=CHECK_S)
+    gap = _mean_gap(scores, reference.logprobs)
+    is_exact = facts is not None and facts.dtype == "float32"
+    allowed = reference.max_gap if is_exact else reference.max_rounded_gap
+    if gap <= allowed:
+        return
+    await client.set_version(BROKEN_WEIGHTS)
+    raise WrongWeightsError(
+        f"{client.url} reports version {reference.version} and has other weights: "
+        f"log-probabilities of {len(scores)} tokens differ from the trainer's by {gap:.2g} in the "
+        f"mean (allowed: {allowed:.2g})",
+        hints=[
+            "its log says what it has loaded",
+            "if this much is expected of its dtype or quantization, raise engine.max_logprob_gap",
+        ],
+    )
+
+
+def _mean_gap(scores: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the mean difference; infinity for numbers that are not finite or not as many."""
+    if len(scores) != len(expected):
+        return float("inf")
+    gap = sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(expected)
+    return gap if gap == gap else float("inf")  # NaN

@@ -1,0 +1,55 @@
+"""The row by which servers are compared with the trainer after each publication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from areal_gym.chat import Renderer
+from areal_gym.config import RunConfig
+from areal_gym.engines.base import ReferenceScores
+from areal_gym.trainer.base import GroupTrainer, ReferenceTrainer
+from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
+
+_TEXT = "The quick brown fox jumps over the lazy dog. So 17 + 25 = 42, because 17 + 20 = 37."
+_MAX_TOKENS = 32
+_ROUNDED = 4.0
+"""In parts of `engine.max_logprob_gap`, which is meant for tokens that the policy has sampled.
+Low precision is further off where tokens are unlikely; wrong weights differ by 0.5 and more."""
+_EXACT = 0.02
+"""Servers in float32 differ by less than 1e-6."""
+
+
+def reference_maker(
+    config: RunConfig, trainer: GroupTrainer, renderer: Renderer
+) -> Callable[[int], ReferenceScores | None]:
+    """Return a function that scores the row with the trainer's weights of a version.
+
+    It returns None for a trainer that cannot score at temperature 1, as servers do.
+    """
+    token_ids = renderer.encode(_TEXT)[: min(_MAX_TOKENS, config.engine.max_context // 2)]
+    row = TokenSequence(
+        token_ids=token_ids,
+        loss_mask=(False, *[True] * (len(token_ids) - 1)),
+        old_logprobs=[0.0] * len(token_ids),
+        versions=[-1] * len(token_ids),
+    )
+    sent = config.trainer.weight_sync.kwargs.get("dtype")
+    is_exact = config.trainer.dtype == "float32" and sent in (None, "float32")
+    allowed = config.engine.max_logprob_gap
+
+    def make(version: int) -> ReferenceScores | None:
+        if isinstance(trainer, ReferenceTrainer):
+            (logprobs,) = trainer.score_at([row], 1.0)
+        elif config.rollout.temperature == 1.0:
+            (logprobs,) = trainer.score([row])
+        else:
+            return None
+        return ReferenceScores(
+            version=version,
+            token_ids=token_ids,
+            logprobs=logprobs.tolist(),
+            max_gap=allowed * (_EXACT if is_exact else _ROUNDED),
+            max_rounded_gap=allowed * _ROUNDED,
+        )
+
+    return make
