@@ -17,6 +17,8 @@ _ROUNDED = 4.0
 Low precision is further off where tokens are unlikely; wrong weights differ by 0.5 and more."""
 _EXACT = 0.02
 """Servers in float32 differ by less than 1e-6."""
+_UNROUNDED = frozenset({"auto", "disk", "distributed", "tensor", "lora"})
+"""Weight syncs that send weights in the trainer's type unless they are told otherwise."""
 
 
 def reference_maker(
@@ -33,8 +35,9 @@ def reference_maker(
         old_logprobs=[0.0] * len(token_ids),
         versions=[-1] * len(token_ids),
     )
-    sent = config.trainer.weight_sync.kwargs.get("dtype")
-    is_exact = config.trainer.dtype == "float32" and sent in (None, "float32")
+    sync = config.trainer.weight_sync
+    sent = sync.kwargs.get("dtype") or (config.trainer.dtype if sync.id in _UNROUNDED else None)
+    is_exact = config.trainer.dtype == sent == "float32"
     allowed = config.engine.max_logprob_gap
 
     def make(version: int) -> ReferenceScores | None:
