@@ -97,6 +97,58 @@ def test_raw_logprobs_are_refused_unless_the_temperature_is_1():
     asyncio.run(scenario())
 
 
+def test_versions_of_tokens_are_needed_where_requests_are_kept(tiny_policy):
+    async def scenario(interrupt):
+        server = embedded(tiny_policy, lacks=["versions"], emulate="0.20.0")
+        async with serving(server, policy=tiny_policy, interrupt=interrupt) as engine:
+            turn = asyncio.create_task(ask(engine, 100))
+            await until(lambda: server.num_running == 1)
+            await publish(engine, 1, tiny_policy)
+            return await turn
+
+    assert set(asyncio.run(scenario("abort")).versions) == {0, 1}
+    with pytest.raises(ConfigError, match="which weights sampled a token"):
+        asyncio.run(scenario("keep"))
+
+
+def test_adapter_that_is_not_served_is_named_with_those_that_are(tiny_policy):
+    async def scenario():
+        async with serving(embedded(tiny_policy), policy=tiny_policy) as engine:
+            engine.adapter = "policy-v9"
+            with pytest.raises(
+                EngineError, match="does not serve the adapter 'policy-v9'"
+            ) as caught:
+                await ask(engine)
+            assert "it serves: policy" in caught.value.hints
+
+    asyncio.run(scenario())
+
+
+def test_adapter_above_the_servers_rank_is_refused_with_the_flag(tiny_policy, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"r": 64, "lora_alpha": 64}')
+
+    async def scenario():
+        async with serving(embedded(tiny_policy, max_lora_rank=8), policy=tiny_policy) as engine:
+            client = engine.servers[0].client
+            with pytest.raises(EngineError, match="rank 64 is greater than max_lora_rank 8") as e:
+                await client.load_adapter(tmp_path, 1)
+            assert any("--max-lora-rank RANK" in hint for hint in e.value.hints)
+
+    asyncio.run(scenario())
+
+
+def test_context_is_that_of_the_smallest_server(tiny_policy):
+    async def scenario():
+        server = embedded(tiny_policy)  # 128 tokens
+        async with serving(server, policy=tiny_policy, max_context=4096) as engine:
+            assert engine.max_context == 128
+            assert len((await ask(engine, 4000, prompt=[1] * 120)).token_ids) == 8
+            with pytest.raises(EngineError, match="a prompt of 128 tokens; 1 to 127 fit"):
+                await ask(engine, prompt=[1] * 128)
+
+    asyncio.run(scenario())
+
+
 def test_requests_of_a_dead_server_move_to_another():
     async def scenario():
         servers = [scripted(latency_s=0.02), scripted(latency_s=0.02)]

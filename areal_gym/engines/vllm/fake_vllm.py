@@ -49,7 +49,8 @@ class FakeVLLMServer(FakeServer):
     Args:
         engine: samples the requests; the server starts and closes it.
         model_path: the reported model; the `config.json` of a checkpoint is read.
-        lacks: what the server was not started with: "dev mode", "scale out", "extension", "lora".
+        lacks: what the server was not started with: "dev mode", "scale out", "extension", "lora",
+            "versions" (of tokens).
         logprobs_mode: reported; log-probabilities are those of the temperature all the same.
         emulate: the reported version.
         max_lora_rank: adapters of a higher rank are refused.
@@ -177,13 +178,14 @@ class FakeVLLMServer(FakeServer):
     ) -> dict[str, Any]:
         matched = finish.get("matched")
         rows = zip(running.token_ids, running.logprobs, strict=True)
+        spans = version_spans(running.versions)
         content = [{"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in rows]
         choice = {
             "index": 0,
             "finish_reason": finish["type"],
             "stop_reason": matched if matched in body.sampling_params.stop_token_ids else None,
             "token_ids": running.token_ids,
-            "weight_versions": version_spans(running.versions),
+            **({} if "versions" in self._lacks else {"weight_versions": spans}),
             "logprobs": None if body.sampling_params.logprobs is None else {"content": content},
         }
         return {

@@ -25,7 +25,13 @@ from areal_gym.engines.servers.server_client import (
     ServerFacts,
     name_of_sleep,
 )
-from areal_gym.engines.vllm.vllm_replies import GENERATE, generate_body, read_answer, read_scores
+from areal_gym.engines.vllm.vllm_replies import (
+    GENERATE,
+    generate_body,
+    read_answer,
+    read_scores,
+    tells_versions,
+)
 from areal_gym.errors import ConfigError, EngineError
 
 PAUSE_S = 60.0
@@ -61,6 +67,7 @@ class VLLMClient(ServerClient):
     pauses_to_abort = True
     _is_raw = False
     """Log-probabilities are those of temperature 1, whatever is sampled at."""
+    _num_set_aside = 0
 
     @staticmethod
     def command_to_start(model: str, host: str, port: int) -> str:
@@ -171,8 +178,33 @@ class VLLMClient(ServerClient):
                 f"at {request.params.temperature:g}",
                 hints=["start it with --logprobs-mode processed_logprobs", "or sample at 1"],
             )
-        answer = await self.post(GENERATE, generate_body(request), timeout_s=timeout_s)
-        return read_answer(answer, request.version)
+        num_before = self._num_set_aside
+        try:
+            answer = await self.post(GENERATE, generate_body(request), timeout_s=timeout_s)
+        except RefusedError as refused:
+            if refused.status != _NO_ROUTE or request.adapter is None:
+                raise
+            raise await self._without_adapter(refused, request.adapter) from None
+        reply = read_answer(answer, request.version)
+        if reply.versions and not tells_versions(answer) and self._num_set_aside != num_before:
+            raise ConfigError(
+                f"{self.url} does not tell which weights sampled a token, and requests were kept "
+                "while weights changed",
+                hints=["vLLM 0.32.0 tells it; or: engine.kwargs.interrupt=abort"],
+            )
+        return reply
+
+    async def _without_adapter(self, refused: RefusedError, adapter: str) -> RefusedError:
+        """Return the error for an adapter that the server does not serve."""
+        served = [str(row["id"]) for row in (await self.get("/v1/models"))["data"]]
+        return RefusedError(
+            f"{self.url} does not serve the adapter {adapter!r}: {refused.message}",
+            status=refused.status,
+            hints=(
+                f"it serves: {', '.join(served)}",
+                "trainer.weight_sync=lora publishes adapters",
+            ),
+        )
 
     async def score(
         self, token_ids: Sequence[int], *, adapter: str | None, timeout_s: float
@@ -201,6 +233,7 @@ class VLLMClient(ServerClient):
 
     async def set_aside(self) -> None:
         """Let requests wait in the server until `resume`; caches are cleared."""
+        self._num_set_aside += 1
         await self.post("/pause?mode=keep&clear_cache=true", {}, timeout_s=PAUSE_S)
 
     async def resume(self) -> None:

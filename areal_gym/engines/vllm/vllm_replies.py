@@ -89,6 +89,11 @@ def read_answer(answer: dict[str, Any], version: int) -> Reply:
     return reply
 
 
+def tells_versions(answer: dict[str, Any]) -> bool:
+    """Return whether an answer has the version of each token."""
+    return answer["choices"][0].get("weight_versions") is not None
+
+
 def read_scores(answer: dict[str, Any], token_ids: list[int]) -> list[float]:
     """Return the log-probabilities of all prompt tokens but the first.
 
