@@ -88,7 +88,9 @@ class EngineConfig(Settings):
     """Sequences that are sampled concurrently."""
     max_logprob_gap: float = Field(0.05, gt=0)
     """At the start, engine and trainer score the same sampled tokens. If their log-probabilities
-    differ by more than this on average, they are not the same model, and the run is refused."""
+    differ by more than this on average, they are not the same model, and the run is refused.
+    Servers are compared again after each publication: 4 times as much is allowed them, and a
+    fiftieth where all is float32."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of the engine."""
     device: str = "auto"

@@ -226,9 +226,12 @@ class FakeServer(EngineServer):
     def _scores(self, token_ids: list[int]) -> list[float]:
         import torch
 
+        from areal_gym.models.backend import ModelLoader
         from areal_gym.models.flat_batch import causal_attend
         from areal_gym.models.tiny import load_checkpoint
 
+        if ModelLoader().uses_transformers(self.model_path):
+            raise ValueError("this server scores prompts with small decoders only")
         decoder = load_checkpoint(Path(self.model_path))
         adapter, weights = self._adapters.get(self._adapter or ""), self._base()
         decoder.load_state_dict(weights if adapter is None else adapter.merged_into(weights))

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from areal_gym.engines.base import BROKEN_WEIGHTS, ReferenceScores
-from areal_gym.engines.servers.server_client import ServerClient, ServerFacts
+from areal_gym.engines.servers.server_client import RefusedError, ServerClient, ServerFacts
 from areal_gym.errors import EngineError
 
 CHECK_S = 120.0
 """The first request after a publication may wait for those that were interrupted."""
+_CANNOT_SCORE = frozenset({400, 422, 501})
+"""HTTP statuses of a server that takes no requests for the log-probabilities of prompts."""
 
 
 class WrongWeightsError(EngineError):
@@ -28,11 +30,18 @@ async def require_reference_scores(
     A server that fails the comparison reports `BROKEN_WEIGHTS` from then on, so that other
     processes leave it alone, too.
 
+    One that refuses to score prompts at all cannot be compared, and is left alone.
+
     Raises:
         WrongWeightsError: its log-probabilities are not the trainer's.
         EngineError: it did not answer.
     """
-    scores = await client.score(reference.token_ids, adapter=adapter, timeout_s=CHECK_S)
+    try:
+        scores = await client.score(reference.token_ids, adapter=adapter, timeout_s=CHECK_S)
+    except RefusedError as refused:
+        if refused.status in _CANNOT_SCORE:
+            return
+        raise
     gap = _mean_gap(scores, reference.logprobs)
     is_exact = facts is not None and facts.dtype == "float32"
     allowed = reference.max_gap if is_exact else reference.max_rounded_gap
