@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 
 import areal_gym
+from areal_gym.config import load_config
 from areal_gym.errors import ConfigError, UsageError
 from areal_gym.report.chart_table import charts_of, evaluations_of
 from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.components import Components
 from tests._support.paths import ROOT
 
 ROWS = [{"prompt": f"What is {n}+1?", "answer": str(n + 1)} for n in range(13)]
@@ -167,3 +172,20 @@ def test_evaluate_takes_rows_and_rewards():
     assert report.to_dict()["pass@1"] == 1
     with pytest.raises(UsageError, match="which environment"):
         areal_gym.evaluate(lambda messages: "")
+
+
+def test_other_processes_load_rewards_with_the_modules_beside_them(tmp_path):
+    (tmp_path / "helper_of_rewards.py").write_text("strip = str.strip")
+    code, data = tmp_path / "rewards.py", tmp_path / "prompts.jsonl"
+    code.write_text(REWARD.replace("TRAINS", "False"))
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    kwargs = {"tasks": str(data), "reward": f"{code}:exact"}
+    overrides = ["env.id=prompts", f"env.kwargs={json.dumps(kwargs)}"]
+    make_env = Components.of(load_config(overrides=overrides)).make_env
+    program = (
+        "import pickle, sys; env = pickle.load(sys.stdin.buffer)(); "
+        "env.reset(options={'index': 3}); print(env.step(' 4 ')[1])"
+    )
+    command = [sys.executable, "-c", program]
+    played = subprocess.run(command, input=pickle.dumps(make_env), capture_output=True, check=True)
+    assert played.stdout.strip() == b"1.0"
