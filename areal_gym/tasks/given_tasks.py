@@ -59,7 +59,8 @@ def is_source(given: Any) -> bool:
 
 def _settings(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping) or "data" not in given:
-        wrong = [name for name in given if name in SETTINGS] if isinstance(given, Mapping) else []
+        names = given if isinstance(given, Mapping) and "train" not in given else ()
+        wrong = [name for name in names if name in SETTINGS]
         if wrong:
             raise UsageError(
                 f"tasks has {wrong[0]!r}, but no data",
