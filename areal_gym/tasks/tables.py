@@ -17,6 +17,8 @@ from areal_gym.utils.files import path_hints
 _MAX_IN_MEMORY = 2**25
 """Bytes of a Parquet file that are unpacked in memory; others are unpacked to a temporary file."""
 _BATCH = 1_000
+_BUFFER = 2**20
+"""Bytes of a column that are read at once; otherwise whole row groups are."""
 _NEEDS_DATA = ("install it: pip install 'areal-gym[data]'",)
 
 
@@ -54,7 +56,7 @@ def read_parquet(path: Path, label: str) -> Rows:
     except ImportError:
         raise ConfigError(f"{problem}: it takes the package pyarrow", hints=_NEEDS_DATA) from None
     try:
-        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER) as file:
             about = file.metadata
             groups = range(about.num_row_groups)
             size = sum(about.row_group(number).total_byte_size for number in groups)
