@@ -2,8 +2,9 @@
 
     python benchmarks/divergence.py [--only lost,default] [--seeds 2] [--json]
 
-lost       8 versions behind, 4 updates a step, twice the demonstration's rate: held-out 0.00
-stale      8 versions behind, 4 updates a step, the demonstration's rate
+lost       8 versions behind, 4 updates a step, twice the demonstration's rate, which old batches do
+           not lower (`trainer.full_rate_age=null`): held-out 0.00
+stale      the same at the demonstration's rate
 fast       synchronous, 4 updates a step, twice the rate
 default    the demonstration: synchronous, one update a step
 
@@ -32,7 +33,8 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
 
 _BATCH = ["rollout.batch_groups=8", "rollout.group_size=8", "engine.num_slots=64"]
-_BEHIND = [*_BATCH, "rollout.max_staleness=8", "rollout.max_in_flight=576", "trainer.minibatches=4"]
+_BEHIND = [*_BATCH, "rollout.max_staleness=8", "rollout.max_in_flight=576"]
+_BEHIND += ["trainer.minibatches=4", "trainer.full_rate_age=null"]
 _TWICE = ["trainer.lr=6e-4", "trainer.muon_lr=6e-3"]
 _ONCE = ["trainer.lr=3e-4", "trainer.muon_lr=3e-3"]
 ARMS = {

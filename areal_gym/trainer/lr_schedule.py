@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the factor of every learning rate, step by step."""
+"""Factors of every learning rate: the schedule, step by step, and the age of a batch."""
 
 from __future__ import annotations
 
@@ -41,3 +41,16 @@ def lr_factor(config: TrainerConfig, num_steps: int) -> float:
     else:
         factor = 1 - over
     return schedule.min_ratio + (1 - schedule.min_ratio) * factor
+
+
+def age_factor(config: TrainerConfig, age: float) -> float:
+    """Return the factor of the learning rates for a batch that is `age` updates old.
+
+    The gradient of a stale batch points from where the policy was. Optimizers that normalise,
+    AdamW and Muon, follow it by full steps, whatever clips and masks leave of it, until batches
+    arrive that know of them: `age` steps too far. Rates divided by the age keep the overshoot at
+    `full_rate_age` full steps. Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep
+    Learning", divide by the staleness throughout; here the rate is whole up to a threshold.
+    """
+    limit = config.full_rate_age
+    return 1.0 if limit is None or age <= limit else limit / age

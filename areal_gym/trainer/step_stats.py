@@ -116,6 +116,7 @@ class Step:
     proximal: Proximal
     version: int
     work: StepStats
+    lr_scale: float
     totals: Totals = field(default_factory=Totals)
     by_lag: MeansByLag = field(default_factory=MeansByLag)
     gap_by_lag: MeansByLag = field(default_factory=MeansByLag)

@@ -54,6 +54,7 @@ from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.chunked_logprobs import TokenScores
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.lora import adapter_weights
+from areal_gym.trainer.lr_schedule import age_factor
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.out_of_memory import readable_memory_errors
 from areal_gym.trainer.parallel.fsdp import autocast, reducing_once
@@ -176,13 +177,23 @@ class Trainer(PolicyTrainer):
         columns = self._columns(rows, proximal)
         metrics |= self._compute_advantages(every_row, rows, columns)
         work = StepStats(self.decoder.shape, self._device, self.config.dtype)
-        step = Step(rows=rows, columns=columns, proximal=proximal, version=version, work=work)
+        age = metrics["rollout/staleness_mean"] * len(minibatches)
+        lr_scale = self._lr_scale() * age_factor(self.config, age)
+        step = Step(
+            rows=rows,
+            columns=columns,
+            proximal=proximal,
+            version=version,
+            work=work,
+            lr_scale=lr_scale,
+        )
         norms = [
             self._update(step, members, is_first=i == 0) for i, members in enumerate(minibatches)
         ]
         metrics |= step.metrics(self._ranks, num_updates=len(minibatches), is_stale=is_stale)
         metrics["train/grad_norm"] = sum(norms) / len(norms)
-        metrics["train/lr"] = self.config.lr * self._lr_scale()
+        metrics["train/lr"] = self.config.lr * lr_scale
+        metrics["train/age"] = age
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
         self.num_steps += 1
         self._last = step
@@ -355,9 +366,9 @@ class Trainer(PolicyTrainer):
             (loss * (self._ranks.num_data_ranks if is_mine else 0)).backward()
         # A loss may be no number where its gradient is one: what is added to it has none.
         is_finite = math.isfinite(self._ranks.sum({"loss": sum_of_losses})["loss"])
-        norm = self._optimizer.step(self._lr_scale(), is_usable=is_finite)
+        norm = self._optimizer.step(step.lr_scale, is_usable=is_finite)
         if self._critic is not None:
-            critic_norm = self._critic.step(self._lr_scale(), is_usable=math.isfinite(norm))
+            critic_norm = self._critic.step(step.lr_scale, is_usable=math.isfinite(norm))
             step.totals.add(
                 "critic_grad_norm", torch.tensor(critic_norm), self._ranks.num_data_ranks
             )

@@ -9,10 +9,13 @@ from areal_gym.errors import ConfigError
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.preparation import save_settings
 from areal_gym.runs.resume import require_resumable
-from areal_gym.trainer.lr_schedule import lr_factor
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.lr_schedule import age_factor, lr_factor
 from areal_gym.trainer.objectives.supervised import Sft, Supervised
 from areal_gym.trainer.optimizer import Optimizer
-from tests._support.tiny_training import tiny_decoder
+from areal_gym.trainer.trainer import Trainer
+from tests._support.tiny_training import batch, tiny_decoder
 
 
 def settings_of(schedule, warmup=0, **settings):
@@ -109,6 +112,37 @@ def test_resuming_with_more_steps_says_what_becomes_of_the_rate(tmp_path):
     (warning,) = require_resumable(run, load_config(overrides=["steps=20", schedule]))
     assert "ends at step 20, not at step 10" in warning
     assert "trainer.lr_schedule.steps=10" in warning
+
+
+# ---- old batches --------------------------------------------------------------------------------
+
+
+def test_rate_falls_with_the_age_beyond_the_limit():
+    config = TrainerConfig(full_rate_age=4.0)
+    ages = [0.0, 1.0, 4.0, 5.0, 8.0, 32.0]
+    assert [age_factor(config, age) for age in ages] == [1, 1, 1, 0.8, 0.5, 0.125]
+    assert age_factor(TrainerConfig(full_rate_age=None), 1e9) == 1
+
+
+def first_step(version, **settings):
+    """The metrics of a step on tokens of version 0, and how far it moved the weights."""
+    decoder = tiny_decoder()
+    before = decoder.model.norm.weight.detach().clone()
+    config = TrainerConfig(lr=1e-3, minibatches=2, **settings)
+    trainer = Trainer(decoder, config, advantage=grpo, loss=ppo_clip)
+    metrics = trainer.step(batch(), version=version)
+    return metrics, float((decoder.model.norm.weight.detach() - before).abs().mean())
+
+
+def test_a_trainer_lowers_the_rate_for_old_batches():
+    fresh, moved = first_step(0)
+    assert (fresh["train/age"], fresh["train/lr"]) == (0, 1e-3)
+    assert first_step(2)[0]["train/lr"] == 1e-3  # 2 versions of 2 updates
+    old, moved_by_old = first_step(16)
+    assert (old["train/age"], old["train/lr"]) == (32, 1e-3 / 8)
+    assert moved_by_old == pytest.approx(moved / 8, rel=0.5)
+    _, moved_without = first_step(16, full_rate_age=None)
+    assert moved_without == pytest.approx(moved, rel=0.5)
 
 
 # ---- groups -------------------------------------------------------------------------------------
