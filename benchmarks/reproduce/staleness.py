@@ -16,7 +16,7 @@ m2po       M2PO's mask, full rate
 rate       times the demonstration's (Muon, 3e-3 and 3e-4)
 held-out   sampled accuracy over 512 tasks at the end: mean over the seeds, the lowest
 against    the difference from the synchronous run of the same seed: mean, and its 95% interval
-           (paired t) from two seeds on
+           (paired t) from five seeds on
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -89,12 +90,9 @@ def played(case: Case, *, is_quick: bool) -> dict[str, Any]:
     }
 
 
-def interval(differences: list[float]) -> str:
-    mean = statistics.mean(differences)
-    if len(differences) < 2:
-        return f"{mean:+.3f}"
-    low, high = mean_interval(differences)
-    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
+def against(differences: list[float]) -> str:
+    mean, low, high = mean_interval(differences)
+    return f"{mean:+.3f}" + (f" ({low:+.3f} to {high:+.3f})" if math.isfinite(low) else "")
 
 
 def numbers(text: str) -> list[int]:
@@ -147,12 +145,11 @@ def main() -> None:
             rows = [runs[arm, eta, updates, rate, seed] for seed in range(options.seeds)]
             synchronous = [runs["default", 0, updates, rate, s] for s in range(options.seeds)]
             heldout = [row["heldout"] for row in rows]
-            against = interval(
-                [a["heldout"] - b["heldout"] for a, b in zip(rows, synchronous, strict=True)]
-            )
+            pairs = zip(rows, synchronous, strict=True)
+            differences = [row["heldout"] - beside["heldout"] for row, beside in pairs]
             print(
                 f"| {updates} | {rate} | {eta} | {arm} | {statistics.mean(heldout):.3f} | "
-                f"{min(heldout):.3f} | {against if eta else ''} | "
+                f"{min(heldout):.3f} | {against(differences) if eta else ''} | "
                 f"{statistics.median(row['kl'] for row in rows):.4f} | "
                 f"{statistics.mean(row['age'] for row in rows):.1f} |"
             )
