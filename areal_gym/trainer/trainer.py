@@ -176,7 +176,6 @@ class Trainer(PolicyTrainer):
         )
         columns = self._columns(rows, proximal)
         metrics |= self._compute_advantages(every_row, rows, columns)
-        work = StepStats(self.decoder.shape, self._device, self.config.dtype)
         age = metrics["rollout/staleness_mean"] * len(minibatches)
         lr_scale = self._lr_scale() * age_factor(self.config, age)
         step = Step(
@@ -184,7 +183,7 @@ class Trainer(PolicyTrainer):
             columns=columns,
             proximal=proximal,
             version=version,
-            work=work,
+            work=StepStats(self.decoder.shape, self._device, self.config.dtype),
             lr_scale=lr_scale,
         )
         norms = [
