@@ -124,9 +124,9 @@ export async function evaluationPage(main, id) {
     async tick() {
       if (isReading || card.status !== "running") return;
       const known = samples.rows.length;
+      await drawHead(); // before the samples: those that ended just before the evaluation are read, too
       await samples.read();
-      await drawHead();
-      if (samples.rows.length !== known) show();
+      if (samples.rows.length !== known || card.status !== "running") show();
     },
     close() { isClosed = true; },
     keys: {
