@@ -76,7 +76,7 @@ export async function evaluationsPage(main) {
 
   await load();
   return {
-    isPolled: cards.some((card) => card.status === "running"),
+    isPolled: true,
     tick: load,
     async route() { show(); },
     keys: {
