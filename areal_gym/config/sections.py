@@ -216,7 +216,7 @@ class TrainerConfig(Settings):
     """Gradients are clipped to this norm."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per step; the step's batch is split among them by group."""
-    full_rate_age: float | None = Field(4.0, gt=0)
+    full_rate_age: float | None = Field(2.0, gt=0)
     """Age of a batch, its mean staleness times the updates of a step, up to which it is trained at
     the full learning rate; older ones at the rate times full_rate_age / age; null: all
     (docs/asynchrony.md)."""

@@ -78,7 +78,7 @@ sys.stdin.read()
     with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:
         url, pid = process.stdout.readline().split()
         [directory] = tmp_path.iterdir()
-        assert request("GET", url, "/weights", timeout_s=5)["directory"] == str(directory)
+        assert request("GET", url, "/weights", timeout_s=60)["directory"] == str(directory)
         process.kill()
         until(lambda: not directory.exists())
         until(lambda: not os.path.exists(f"/proc/{pid}"))
