@@ -216,10 +216,9 @@ class TrainerConfig(Settings):
     """Gradients are clipped to this norm."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per step; the step's batch is split among them by group."""
-    full_rate_age: float | None = Field(2.0, gt=0)
-    """Age of a batch, its mean staleness times the updates of a step, up to which it is trained at
-    the full learning rate; older ones at the rate times full_rate_age / age; null: all
-    (docs/asynchrony.md)."""
+    staleness_damping: float = Field(0.25, ge=0)
+    """With several updates a step, old batches are trained at a lower learning rate: divided by
+    1 + staleness_damping * mean staleness * (minibatches - 1); 0 is off (docs/asynchrony.md)."""
     tokens_per_microbatch: int = Field(4096, ge=64)
     """Maximum tokens of one forward and backward pass: trades memory for speed."""
     dtype: Literal["float32", "bfloat16"] = "float32"

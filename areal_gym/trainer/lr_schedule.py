@@ -1,4 +1,4 @@
-"""Factors of every learning rate: the schedule, step by step, and the age of a batch."""
+"""Factors of every learning rate: the schedule, step by step, and the staleness of a batch."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def lr_factor(config: TrainerConfig, num_steps: int) -> float:
     return schedule.min_ratio + (1 - schedule.min_ratio) * factor
 
 
-def age_factor(config: TrainerConfig, age: float) -> float:
-    """Return the factor of the learning rates for a batch that is `age` updates old.
+def stale_factor(config: TrainerConfig, staleness: float, num_updates: int) -> float:
+    """Return the factor of the learning rates for a batch of this mean staleness.
 
-    The gradient of a stale batch points from where the policy was. Optimizers that normalise,
-    AdamW and Muon, follow it by full steps, whatever clips and masks leave of it, until batches
-    arrive that know of them: `age` steps too far. Rates divided by the age keep the overshoot at
-    `full_rate_age` full steps. Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep
-    Learning", divide by the staleness throughout; here the rate is whole up to a threshold.
+    1 / (1 + staleness_damping * staleness * (num_updates - 1)). The gradient of a stale batch says
+    where to go from where the policy was. Optimizers that normalise, AdamW and Muon, follow it by
+    full steps, whatever clips and masks leave of it, until batches arrive that know of them. With
+    one update a step that was harmless up to 8 versions; with several, each on a part of the batch,
+    the policy overshoots. Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep
+    Learning", divide by the staleness alone.
     """
-    limit = config.full_rate_age
-    return 1.0 if limit is None or age <= limit else limit / age
+    return 1 / (1 + config.staleness_damping * staleness * (num_updates - 1))

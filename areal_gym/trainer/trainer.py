@@ -54,7 +54,7 @@ from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.chunked_logprobs import TokenScores
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.lora import adapter_weights
-from areal_gym.trainer.lr_schedule import age_factor
+from areal_gym.trainer.lr_schedule import stale_factor
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.out_of_memory import readable_memory_errors
 from areal_gym.trainer.parallel.fsdp import autocast, reducing_once
@@ -176,8 +176,8 @@ class Trainer(PolicyTrainer):
         )
         columns = self._columns(rows, proximal)
         metrics |= self._compute_advantages(every_row, rows, columns)
-        age = metrics["rollout/staleness_mean"] * len(minibatches)
-        lr_scale = self._lr_scale() * age_factor(self.config, age)
+        staleness = metrics["rollout/staleness_mean"]
+        lr_scale = self._lr_scale() * stale_factor(self.config, staleness, len(minibatches))
         step = Step(
             rows=rows,
             columns=columns,
@@ -192,7 +192,6 @@ class Trainer(PolicyTrainer):
         metrics |= step.metrics(self._ranks, num_updates=len(minibatches), is_stale=is_stale)
         metrics["train/grad_norm"] = sum(norms) / len(norms)
         metrics["train/lr"] = self.config.lr * lr_scale
-        metrics["train/age"] = age
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
         self.num_steps += 1
         self._last = step

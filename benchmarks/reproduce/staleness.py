@@ -9,7 +9,7 @@ them be. The synchronous run with the same updates a step and the same learning 
 Runs that FILE holds are not repeated, so an interrupted benchmark goes on.
 
 default    the settings as they are
-full_rate  the decoupled objective at the full learning rate: `trainer.full_rate_age=null`
+full_rate  the decoupled objective at the full learning rate: `trainer.staleness_damping=0`
 naive      clips around the policy that sampled, full rate: `trainer.correction.proximal=recorded`
 m2po       M2PO's mask, full rate
 
@@ -39,7 +39,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
 from areal_gym.utils.statistics import mean_interval
 
-_FULL = "trainer.full_rate_age=null"
+_FULL = "trainer.staleness_damping=0"
 ARMS = {
     "default": [],
     "full_rate": [_FULL],
@@ -83,7 +83,7 @@ def played(case: Case, *, is_quick: bool) -> dict[str, Any]:
         "case": list(case),
         "heldout": summary["heldout_after"],
         "greedy": summary["heldout_greedy_after"],
-        "age": statistics.mean(row["train/age"] for row in rows),
+        "staleness": statistics.mean(row["rollout/staleness_mean"] for row in rows),
         "kl": statistics.median(row["train/approx_kl"] for row in rows),
         "severity": max(row.get("guard/severity", 0.0) for row in rows),
         "s": round(time.monotonic() - start_s, 1),
@@ -138,7 +138,7 @@ def main() -> None:
         print(json.dumps(list(runs.values())))
         return
     print(f"The paper (AIME24 at eta 0, 1, 2, 4, 8): {PAPER}\n")
-    print("| updates | rate | eta | arm | held-out | lowest | against synchronous | KL | age |")
+    print("| updates | rate | eta | arm | held-out | lowest | against synchronous | KL | lag |")
     print("|---|---|---|---|---|---|---|---|---|")
     for (updates, rate), eta in itertools.product(grid, [0, *options.eta]):
         for arm in ["default"] if eta == 0 else arms:
@@ -151,7 +151,7 @@ def main() -> None:
                 f"| {updates} | {rate} | {eta} | {arm} | {statistics.mean(heldout):.3f} | "
                 f"{min(heldout):.3f} | {against(differences) if eta else ''} | "
                 f"{statistics.median(row['kl'] for row in rows):.4f} | "
-                f"{statistics.mean(row['age'] for row in rows):.1f} |"
+                f"{statistics.mean(row['staleness'] for row in rows):.1f} |"
             )
 
 

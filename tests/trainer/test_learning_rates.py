@@ -11,7 +11,7 @@ from areal_gym.runs.preparation import save_settings
 from areal_gym.runs.resume import require_resumable
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
-from areal_gym.trainer.lr_schedule import age_factor, lr_factor
+from areal_gym.trainer.lr_schedule import lr_factor, stale_factor
 from areal_gym.trainer.objectives.supervised import Sft, Supervised
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.trainer import Trainer
@@ -114,34 +114,35 @@ def test_resuming_with_more_steps_says_what_becomes_of_the_rate(tmp_path):
     assert "trainer.lr_schedule.steps=10" in warning
 
 
-# ---- old batches --------------------------------------------------------------------------------
+# ---- stale batches ------------------------------------------------------------------------------
 
 
-def test_rate_falls_with_the_age_beyond_the_limit():
-    config = TrainerConfig(full_rate_age=4.0)
-    ages = [0.0, 1.0, 4.0, 5.0, 8.0, 32.0]
-    assert [age_factor(config, age) for age in ages] == [1, 1, 1, 0.8, 0.5, 0.125]
-    assert age_factor(TrainerConfig(full_rate_age=None), 1e9) == 1
+def test_rate_falls_with_staleness_and_further_updates():
+    config = TrainerConfig(staleness_damping=0.25)
+    cases = [(0.0, 4), (9.0, 1), (4.0, 2), (1.0, 5), (4.0, 4)]
+    assert [stale_factor(config, *case) for case in cases] == [1, 1, 0.5, 0.5, 0.25]
+    assert stale_factor(TrainerConfig(staleness_damping=0), 1e9, 8) == 1
 
 
-def first_step(version, **settings):
+def first_step(version, minibatches=2, **settings):
     """The metrics of a step on tokens of version 0, and how far it moved the weights."""
     decoder = tiny_decoder()
     before = decoder.model.norm.weight.detach().clone()
-    config = TrainerConfig(lr=1e-3, minibatches=2, **settings)
+    config = TrainerConfig(lr=1e-3, minibatches=minibatches, **settings)
     trainer = Trainer(decoder, config, advantage=grpo, loss=ppo_clip)
     metrics = trainer.step(batch(), version=version)
     return metrics, float((decoder.model.norm.weight.detach() - before).abs().mean())
 
 
-def test_a_trainer_lowers_the_rate_for_old_batches():
+def test_a_trainer_lowers_the_rate_for_stale_batches():
     fresh, moved = first_step(0)
-    assert (fresh["train/age"], fresh["train/lr"]) == (0, 1e-3)
-    assert first_step(2)[0]["train/lr"] == 1e-3  # 2 versions of 2 updates
-    old, moved_by_old = first_step(16)
-    assert (old["train/age"], old["train/lr"]) == (32, 1e-3 / 8)
-    assert moved_by_old == pytest.approx(moved / 8, rel=0.5)
-    _, moved_without = first_step(16, full_rate_age=None)
+    assert fresh["train/lr"] == 1e-3
+    assert first_step(28, minibatches=1)[0]["train/lr"] == 1e-3
+    stale, moved_by_stale = first_step(28)
+    assert stale["train/lr"] == 1e-3 / 8
+    assert moved_by_stale == pytest.approx(moved / 8, rel=0.5)
+    without, moved_without = first_step(28, staleness_damping=0)
+    assert without["train/lr"] == 1e-3
     assert moved_without == pytest.approx(moved, rel=0.5)
 
 
