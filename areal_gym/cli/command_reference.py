@@ -90,7 +90,13 @@ JSON_KEYS: Mapping[str, tuple[str, str]] = {
 
 def commands_page() -> str:
     """Return the page as Markdown: commands in the order of `areal-gym --help`."""
-    parts = [_HEAD, "## Exit codes\n", "| code | |\n|---|---|"]
+    parts = [_HEAD, "| command | what it does |\n|---|---|"]
+    parts += [
+        f"| [`areal-gym {name}`](#areal-gym-{name.replace(' ', '-')}) "
+        f"| {_first_sentence(command)} |"
+        for name, command in every_command()
+    ]
+    parts += ["", "## Exit codes\n", "| code | |\n|---|---|"]
     parts += [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
     parts += ["", "## Options of every command\n", *_options(app), ""]
     titles = {name: title for title, section in COMMANDS.items() for name in section}
@@ -122,6 +128,11 @@ def every_command() -> Iterator[tuple[str, click.Command]]:
         yield from ((f"{name} {word}", subcommand) for word, subcommand in inner)
         if not inner:
             yield name, command
+
+
+def _first_sentence(command: click.Command) -> str:
+    paragraph = inspect.cleandoc(command.help or "").split("\n\n")[0]
+    return _text(paragraph).split(". ")[0].rstrip(".").replace("|", "\\|")
 
 
 def _command(name: str, command: click.Command) -> Iterator[str]:
