@@ -54,7 +54,8 @@ JSON_KEYS: Mapping[str, tuple[str, str]] = {
     ),
     "list runs": (
         "list",
-        "path env steps is_finished status error reward heldout_before heldout_after",
+        "path env steps is_finished status error reward heldout_before heldout_after "
+        "heldout_reward_before heldout_reward_after heldout_reward_interval",
     ),
     "show ID": ("object", f"{_ENTRY} description arguments"),
     "show RUN": ("object", "run env steps status is_finished reward"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,12 @@ from areal_gym.cli.options import PATH, common_options, json_option
 from areal_gym.cli.output import print_columns, print_data, print_json, talk, warn
 from areal_gym.errors import DataError, NothingToDoError, UsageError, choices
 from areal_gym.plugins import KINDS, Entry, Kind, registry
-from areal_gym.run_dir.evaluations import Evaluation, EvaluationInfo, list_evaluations
+from areal_gym.run_dir.evaluations import (
+    Evaluation,
+    EvaluationInfo,
+    is_graded_reward,
+    list_evaluations,
+)
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.run_list import RunInfo, run_info, run_paths
 from areal_gym.utils.markup import counted, short
@@ -93,50 +98,67 @@ def _list_algorithms(as_json: bool) -> None:
 
 
 def _list_runs(root: Path, as_json: bool) -> None:
-    runs = []
+    rows: list[dict[str, Any]] = []
     for path in run_paths(root):
         try:
-            runs.append(run_info(path))
+            rows.append(_run_row(run_info(path)))
         except DataError as error:  # a damaged run does not hide the others
             warn(f"{path} is skipped: {error}")
-    if not runs:
+    if not rows:
         raise NothingToDoError(f"no runs in {root}", hints=["start one: areal-gym train --env tir"])
-    rows: list[dict[str, Any]] = [
-        {
-            "path": str(run.path),
-            "env": run.env_id,
-            "steps": run.num_steps,
-            "is_finished": run.is_finished,
-            "status": (status := RunDir(run.path).status),
-            "error": RunDir(run.path).error if status == "failed" else None,
-            "reward": run.reward,
-            **_heldout(run),
-        }
-        for run in runs
-    ]
     if as_json:
         print_json(rows)
         return
     cells = []
     for row in rows:
-        heldout = _number(row["heldout_before"])
-        if row["heldout_after"] is not None:
-            heldout += f" -> {_number(row['heldout_after'])}"
-        facts = (f"reward {_number(row['reward'])}", f"held out {heldout}")
+        facts = (f"reward {_number(row['reward'])}", _heldout_text(row))
         state = (f"step {row['steps']}", row["status"])
         cells.append((row["path"], row["env"], *state, *facts, short(row["error"] or "", 60)))
     print_columns(cells)
 
 
-def _heldout(run: RunInfo) -> dict[str, float | None]:
-    """Return the held-out scores before and after; one that was measured once has no after."""
-    names = ("heldout_before", "heldout_after")
-    if names[0] in run.summary:
-        return {name: run.summary.get(name) for name in names}
-    scores = [info.pass_at_1 for info in (e.info for e in Evaluation.of_schedule(run.path))]
-    means = [None if score is None else score.mean for score in scores]
-    before, after = means[0] if means else None, means[-1] if len(means) > 1 else None
-    return dict(zip(names, (before, after), strict=True))
+def _run_row(run: RunInfo) -> dict[str, Any]:
+    directory = RunDir(run.path)
+    return {
+        "path": str(run.path),
+        "env": run.env_id,
+        "steps": run.num_steps,
+        "is_finished": run.is_finished,
+        "status": (status := directory.status),
+        "error": directory.error if status == "failed" else None,
+        "reward": run.reward,
+        **_heldout(run),
+    }
+
+
+def _heldout(run: RunInfo) -> dict[str, Any]:
+    """Return the held-out scores before and after; one that was measured once has no after.
+
+    `heldout_reward_*` are there where rewards are other numbers than 0 and 1.
+    """
+    scores = [evaluation.info.scores for evaluation in Evaluation.of_schedule(run.path)]
+    is_graded = any(map(is_graded_reward, scores))
+    row: dict[str, Any] = {}
+    for name, measure in (("heldout", "pass@1"), ("heldout_reward", "reward")):
+        is_there = is_graded or measure == "pass@1"
+        values = [score.get(measure) if is_there else None for score in scores]
+        row[f"{name}_before"] = values[0] if values else None
+        row[f"{name}_after"] = values[-1] if len(values) > 1 else None
+    row |= {name: run.summary[name] for name in row if name in run.summary}
+    ends = [scores[-1].get(f"reward_{end}") for end in ("low", "high")] if is_graded else [None]
+    return {**row, "heldout_reward_interval": None if None in ends else ends}
+
+
+def _heldout_text(row: Mapping[str, Any]) -> str:
+    is_graded = row["heldout_reward_before"] is not None
+    name, label = ("heldout_reward", "held-out reward") if is_graded else ("heldout", "held out")
+    text = f"{label} {_number(row[f'{name}_before'])}"
+    if row[f"{name}_after"] is not None:
+        text += f" -> {_number(row[f'{name}_after'])}"
+    if is_graded and row["heldout_reward_interval"] is not None:
+        low, high = row["heldout_reward_interval"]
+        text += f" ({low:.3f} to {high:.3f})"
+    return text
 
 
 def _list_evals(root: Path, as_json: bool) -> None:

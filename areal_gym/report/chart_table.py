@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal_gym.run_dir.evaluations import is_graded_reward
+
 _NOISE = 1e-7
 """A chart whose values are nowhere larger than this shows rounding only, and is left out."""
 
@@ -209,12 +211,6 @@ def evaluations_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     is_graded = any("heldout" not in row and is_graded_reward(row["sampled"]) for row in rows)
     return [{**_flat(row), **(_reward(row["sampled"]) if is_graded else {})} for row in rows]
-
-
-def is_graded_reward(scores: Mapping[str, Any]) -> bool:
-    """Return whether the rewards of an evaluation are other numbers than 0 and 1."""
-    reward = scores.get("reward")
-    return reward is not None and abs(reward - scores["pass@1"]) > _NOISE
 
 
 def _reward(scores: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ EVALUATION_FILE = "evaluation.json"
 _TRAJECTORY_ID = re.compile(r"eval-(\d+)-(\d+)")
 _NAMES = {"eval": False, "eval-greedy": True}
 _SUCCESS = 1 - 1e-9
+_ROUNDING = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +172,7 @@ class Evaluation:
                 policy={"run": str(run), "step": step},
                 num_tasks=scores.get("num_tasks"),
                 num_samples=scores.get("num_samples", 1),
+                started_at=row.get("started_at"),
                 duration_s=scores.get("wall_s"),
                 scores={**scores, "greedy": row.get("greedy")},
             )
@@ -290,6 +292,14 @@ def _info_of_settings(path: Path, settings: Mapping[str, Any], **facts: Any) -> 
         seed=settings.get("seed"),
         **facts,
     )
+
+
+def is_graded_reward(scores: Mapping[str, Any]) -> bool:
+    """Return whether the rewards of an evaluation are other numbers than 0 and 1."""
+    reward, share = scores.get("reward"), scores.get("pass@1")
+    if not isinstance(reward, int | float) or not isinstance(share, int | float):
+        return False
+    return abs(reward - share) > _ROUNDING
 
 
 def sample_of(head: Head) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from areal_gym.engines.base import Engine, SnapshotEngine
 from areal_gym.errors import UsageError
 from areal_gym.gateway.shared_gateway import gateway_at
 from areal_gym.report.chart_table import evaluations_of as flattened
-from areal_gym.report.chart_table import is_graded_reward
 from areal_gym.rollout.eval_report import EvalReport
 from areal_gym.run_dir.evaluation_writer import EvaluationWriter
+from areal_gym.run_dir.evaluations import is_graded_reward
 from areal_gym.run_dir.run_dir import RunDir, RunMode
 from areal_gym.run_dir.run_list import new_run_path
 from areal_gym.runs.components import Components
@@ -285,6 +286,7 @@ class Evaluations:
 
     async def _play(self, step: int, engine: Engine, *, is_shown: bool) -> None:
         config, display = self.config, self.display
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
         reports: list[EvalReport] = []
         watches = [Watch(display.advance if is_shown else None) for _ in range(2)]
         for greedy, watch in zip((False, True), watches, strict=True):
@@ -300,8 +302,8 @@ class Evaluations:
         await asyncio.to_thread(
             self.directory.save_trajectories, watches[0].trajectories, name=f"eval-{step:06d}"
         )
-        row: dict[str, Any] = {"step": step, "sampled": sampled.to_dict()}
-        row["greedy"] = greedy_report.to_dict()
+        row: dict[str, Any] = {"step": step, "started_at": started_at}
+        row |= {"sampled": sampled.to_dict(), "greedy": greedy_report.to_dict()}
         self.directory.append_evaluation(row)
         accuracy, low, high = (row["sampled"][f"pass@1{end}"] for end in ("", "_low", "_high"))
         greedy_accuracy = row["greedy"]["pass@1"]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from areal_gym.errors import DataError, NothingToDoError, UnknownIdError, choices
 from areal_gym.report.chart_table import CHARTS
-from areal_gym.run_dir.evaluations import evaluation_paths
+from areal_gym.run_dir.evaluations import evaluation_paths, is_graded_reward
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.run_notes import RunNotes
 from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
@@ -84,7 +84,7 @@ class Run:
     EMPTY_CARD: ClassVar[dict[str, Any]] = {
         **dict.fromkeys(("error", "env", "objective", "algorithm", "seed", "steps", "reward")),
         **{"status": "stopped", "model": "", "step": 0, "rewards": [], "heldout": []},
-        **{"train_s": None, "changed_s": 0.0, "problems": []},
+        **{"train_s": None, "changed_s": 0.0, "problems": [], "is_graded": False},
         **{"is_evaluation": False, "started_s": None, "duration_s": None, "tags": [], "note": ""},
     }
     """The card of a run that cannot be read."""
@@ -104,6 +104,7 @@ class Run:
         rows = self._metrics.sample(_SPARKS)
         rewards = [_number(row.get("reward/mean")) for row in rows]
         evaluations = self.evaluations()
+        is_graded = any(is_graded_reward(_mapping(row.get("sampled"))) for row in evaluations)
         settings, problems = self.identity(), self._problems()
         status, error = self._status()
         notes, times = RunNotes(), self._times()
@@ -130,7 +131,10 @@ class Run:
             "steps": _number(settings.get("steps")),
             "reward": next((r for r in reversed(rewards) if r is not None), None),
             "rewards": _thinned(rewards, _SPARKS),
-            "heldout": [value for row in evaluations if (value := _heldout(row)) is not None],
+            "heldout": [
+                value for row in evaluations if (value := _heldout(row, is_graded)) is not None
+            ],
+            "is_graded": is_graded,
             "train_s": _number(summary.get("train_s")),
             "changed_s": self.changed_s,
             "started_s": times[0],
@@ -368,12 +372,16 @@ def _number(value: Any) -> Any:
     return finite(value) if is_number else None
 
 
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _scalar(value: Any) -> Any:
     return value if isinstance(value, str) else finite(value)
 
 
-def _heldout(row: dict[str, Any]) -> Any:
-    sampled = _number(nested(row, "sampled", "pass@1"))
+def _heldout(row: dict[str, Any], is_graded: bool) -> Any:
+    sampled = _number(nested(row, "sampled", "reward" if is_graded else "pass@1"))
     return _number(nested(row, "heldout", "accuracy")) if sampled is None else sampled
 
 

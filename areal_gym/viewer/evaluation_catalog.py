@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 from areal_gym.errors import DataError, GymError, UnknownIdError, choices
-from areal_gym.run_dir.evaluations import EVALUATION_FILE, Evaluation
+from areal_gym.run_dir.evaluations import EVALUATION_FILE, Evaluation, is_graded_reward
 from areal_gym.viewer.catalog import Catalog, Run, nested, shortened
 from areal_gym.viewer.safe_paths import contained, finite, read_object
 from areal_gym.viewer.sample_table import SampleTable
@@ -163,6 +163,7 @@ class EvaluationCatalog:
             **dict.fromkeys(("step", "env", "benchmark", "split", "model", "temperature")),
             **dict.fromkeys(("num_tasks", "num_samples", "reward", "started_at", "duration_s")),
             **dict.fromkeys(("error", "num_done", "num_total", "num_failed", "seed")),
+            **{"is_graded": False},
             **{"status": "stopped", "scores": [], "stops": {}, "problems": [], "policy": ""},
         }
         try:
@@ -170,6 +171,7 @@ class EvaluationCatalog:
         except (GymError, OSError) as error:
             return {**card, "problems": [f"{error}"]}
         scores = facts.pop("scores")
+        is_graded = is_graded_reward(scores)
         stops = scores.get("stop_reasons")
         stops = stops if isinstance(stops, dict) else {}
         return {
@@ -177,7 +179,8 @@ class EvaluationCatalog:
             **facts,
             "reward": finite(scores.get("reward")),
             "num_failed": finite(scores.get("num_failed")),
-            "scores": _scores(scores),
+            "is_graded": is_graded,
+            "scores": [*([_score("reward", scores)] if is_graded else []), *_scores(scores)],
             "stops": {str(name): finite(value) for name, value in stops.items()},
         }
 
@@ -236,6 +239,7 @@ def _scheduled(place: _Place) -> dict[str, Any]:
         "seed": finite(nested(settings, "seed")),
         "num_tasks": finite(scores.get("num_tasks")),
         "num_samples": finite(scores.get("num_samples")),
+        "started_at": _text(row.get("started_at")),
         "duration_s": finite(scores.get("wall_s")),
         "status": "finished",
         "scores": scores,
@@ -243,15 +247,20 @@ def _scheduled(place: _Place) -> dict[str, Any]:
 
 
 def _scores(scores: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return pass@k and pass^k, each with the ends of its interval where it has one."""
+    """Return pass@k and pass^k."""
     rows = []
     for name, value in scores.items():
         match = _SCORE.fullmatch(str(name))
-        if match is None or (number := finite(value)) is None or isinstance(value, bool):
+        if match is None or finite(value) is None or isinstance(value, bool):
             continue
-        low, high = finite(scores.get(f"{name}_low")), finite(scores.get(f"{name}_high"))
-        rows.append({"name": name, "value": number, "low": low, "high": high})
+        rows.append(_score(name, scores))
     return sorted(rows, key=lambda row: ("^" in row["name"], int(row["name"][5:])))
+
+
+def _score(name: str, scores: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a score with the ends of its interval where it has one."""
+    ends = {end: finite(scores.get(f"{name}_{end}")) for end in ("low", "high")}
+    return {"name": name, "value": finite(scores[name]), **ends}
 
 
 def _text(value: Any) -> str | None:

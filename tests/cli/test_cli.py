@@ -299,6 +299,19 @@ def test_list_runs(cli, tmp_path):
     assert json.loads(cli("show", "runs/a", "--json")[1])["steps"] == 3
 
 
+def test_list_runs_with_graded_rewards(cli, tmp_path):
+    with RunDir.open(tmp_path / "runs" / "a") as made:
+        made.save_config("env: {id: math}\n")
+        for step, reward in ((0, 0.25), (8, 1.5)):
+            scores = {"pass@1": 0.0, "pass@1_low": 0.0, "pass@1_high": 0.1, "reward": reward}
+            ends = {"reward_low": reward - 0.125, "reward_high": reward + 0.125}
+            made.append_evaluation({"step": step, "sampled": scores | ends, "greedy": scores})
+    (row,) = json.loads(cli("list", "runs", "--json")[1])
+    assert (row["heldout_before"], row["heldout_after"]) == (0.0, 0.0)
+    assert (row["heldout_reward_before"], row["heldout_reward_after"]) == (0.25, 1.5)
+    assert "held-out reward 0.250 -> 1.500 (1.375 to 1.625)" in cli("list", "runs")[1]
+
+
 def test_show_environment(cli):
     code, out, _ = cli("show", "tir", "--json")
     assert code == 0

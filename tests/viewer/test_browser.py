@@ -16,10 +16,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from areal_gym.errors import TrainError
+from areal_gym.run_dir.evaluation_writer import EvaluationWriter
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import StopReason, Task, TokenSpan
+from tests._support.evaluation_dirs import FACTS, write_evaluation
+from tests._support.evaluation_dirs import add as add_sample
 from tests._support.evaluation_dirs import sample as evaluation_sample
-from tests._support.evaluation_dirs import write_evaluation
 from tests._support.run_dirs import (
     add_step,
     evaluation,
@@ -329,6 +331,37 @@ def test_runs_are_searched_sorted_annotated_and_deleted(page, tmp_path):
     assert len(list((tmp_path / ".trash").iterdir())) == 1
 
 
+def test_graded_rewards_are_shown_as_mean_rewards(page, tmp_path):
+    make_run(tmp_path / "graded", num_steps=2, num_trajectories=1)
+    rows = []
+    for step, reward in enumerate((0.3125, 0.5, 2.5)):
+        scores = {"reward": reward, "reward_low": reward - 0.125, "reward_high": reward + 0.125}
+        row = evaluation(step, 0.0)
+        row["sampled"] |= scores
+        rows.append({**row, "started_at": "2026-01-02T03:04:05+00:00"})
+    file = tmp_path / "graded" / "evaluations.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with viewed(page, tmp_path) as url:
+        page.goto(url + "#/")
+        page.wait_for_selector(".run")
+        text = page.locator(".run .heldout").inner_text()
+        assert text.split() == ["held-out", "reward", "0.313", "→", "2.500"]
+        page.goto(url + "#/run/graded/curves")
+        reward = page.locator(".chart:has(figcaption:text-is('Reward'))")
+        reward.wait_for()
+        keys = [" ".join(key.split()) for key in reward.locator(".key").all_inner_texts()]
+        assert keys[1:] == ["held-out reward 2.5", "solved 0"]
+        page.goto(url + "#/evals")
+        row = page.locator("[data-name='graded:step-1']")
+        row.wait_for()
+        assert row.locator(".of-reward").inner_text() == "reward 0.5 0.38–0.63"
+        assert row.locator(".when").inner_text().split()[0] != "–"
+        row.locator("a.name").click()
+        page.wait_for_selector(".score-table tr")
+        first = page.locator(".score-table tr").first.inner_text()
+        assert first.split() == ["mean", "reward", "0.5", "0.375", "to", "0.625"]
+
+
 def test_running_run_is_followed(page, tmp_path):
     make_run(tmp_path / "live", num_steps=1, is_finished=False)
     with viewed(page, tmp_path / "live") as url:
@@ -345,6 +378,35 @@ def test_running_run_is_followed(page, tmp_path):
             until(page, "document.querySelector('.progress').textContent.includes('3')")
             run.save_summary({"num_steps": 3})
         page.wait_for_selector(".state.finished")
+
+
+def test_running_evaluation_is_followed_to_its_last_sample(page, tmp_path):
+    make_run(tmp_path / "run", num_steps=1, num_trajectories=1)
+    path = tmp_path / "eval-live"
+    with viewed(page, tmp_path) as url:
+        page.goto(url + "#/evals")
+        page.wait_for_selector("[data-name='run:step-0']")
+        with EvaluationWriter(path, FACTS, settings="env: {}\n", mode="new") as writer:
+            writer.begin(8)
+            for index in range(3):
+                add_sample(writer, index, 0)
+            page.click("[data-name='eval-live'] a.name")
+            until(page, "document.querySelectorAll('.samples .space .row').length === 3")
+
+            def ends_between_requests(route):
+                if path in ended:
+                    return route.continue_()
+                ended.append(path)
+                add_sample(writer, 3, 0)
+                writer.finish({"pass@1": 0.5})
+                return route.continue_()
+
+            ended = []
+            page.route("**/api/evaluations/eval-live", ends_between_requests)
+            until(page, "document.querySelectorAll('.samples .space .row').length === 4")
+            assert ended
+            assert page.locator(".score-table tr").all_inner_texts()[0].split()[0] == "pass@1"
+        page.unroute("**/api/evaluations/eval-live")
 
 
 def tasks_shown(page):

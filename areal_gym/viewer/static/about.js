@@ -12,7 +12,7 @@ export async function settingsPage(main, run) {
       h("section", {}, h("h2", {}, "Settings"), tableOf(flat(about.settings))),
       h("section", {},
         summary ? [h("h2", {}, "Outcome"), tableOf(flat(summary))] : null,
-        evaluations.length ? [h("h2", {}, "Held-out tasks"), evaluationTable(evaluations)] : null,
+        evaluations.length ? [h("h2", {}, "Held-out tasks"), evaluationTable(evaluations, about.card.is_graded)] : null,
         h("h2", {}, "Plugins"), usedTable(provenance.used || []),
         h("h2", {}, "Environment"), tableOf(flat(Object.fromEntries(Object.entries(provenance).filter(([name]) => name !== "used")))))));
   }
@@ -35,7 +35,7 @@ export async function comparePage(main, names) {
       h("tbody", {},
         h("tr", {}, h("th", {}, "step"), abouts.map((a) => h("td", {}, number(a.card.step)))),
         h("tr", {}, h("th", {}, "reward"), abouts.map((a) => h("td", {}, fixed(a.card.reward)))),
-        h("tr", {}, h("th", {}, "held out"), abouts.map((a) => h("td", {}, fixed(a.card.heldout.at(-1))))),
+        h("tr", {}, h("th", {}, abouts.some((a) => a.card.is_graded) ? "held out (mean reward where rewards are graded)" : "held out"), abouts.map((a) => h("td", {}, fixed(a.card.heldout.at(-1))))),
         h("tr", {}, h("th", {}, "training"), abouts.map((a) => h("td", {}, seconds(a.card.train_s)))),
         differing.map((key) => h("tr", {}, h("th", {}, shown(key)), settings.map((one) => h("td", {}, shown(String(one.get(key) ?? "–"))))))))),
     differing.length ? null : h("p.hint", {}, "All settings are the same."));
@@ -58,8 +58,9 @@ function usedTable(used) {
     h("td", {}, h("b", {}, shown(entry.id)), " ", h("small", {}, shown(entry.summary))), h("td", {}, shown(`${entry.distribution} ${entry.version}`))))));
 }
 
-function evaluationTable(evaluations) {
-  const cell = (row, kind) => row[kind]?.["pass@1"] ?? row.heldout?.[kind === "sampled" ? "accuracy" : "loss"];
-  return h("table.pairs", {}, h("tr", {}, h("th", {}, "step"), h("td", {}, "sampled"), h("td", {}, "greedy / loss")),
+function evaluationTable(evaluations, isGraded) {
+  const measure = isGraded ? "reward" : "pass@1";
+  const cell = (row, kind) => row[kind]?.[measure] ?? row.heldout?.[kind === "sampled" ? "accuracy" : "loss"];
+  return h("table.pairs", {}, h("tr", {}, h("th", {}, "step"), h("td", {}, isGraded ? "mean reward, sampled" : "sampled"), h("td", {}, isGraded ? "greedy" : "greedy / loss")),
     evaluations.map((row) => h("tr", {}, h("th", {}, number(row.step)), h("td", {}, number(cell(row, "sampled"))), h("td", {}, number(cell(row, "greedy"))))));
 }

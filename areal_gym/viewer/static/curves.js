@@ -115,14 +115,21 @@ function matching(columns, metric) {
     .sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
 }
 
+/** Of graded rewards the mean reward, and for one run the share of solved tasks, too. */
 function heldout(run, name, color, isOneOfMany) {
-  const [part, measure] = name === "sampled" ? ["sampled", "pass@1"] : ["heldout", name];
+  if (name !== "sampled") return measured(run, ["heldout", name], "held out", color, isOneOfMany);
+  if (!run.about.card.is_graded) return measured(run, ["sampled", "pass@1"], "held out", color, isOneOfMany);
+  return [...measured(run, ["sampled", "reward"], "held-out reward", color, isOneOfMany),
+    ...(isOneOfMany ? [] : measured(run, ["sampled", "pass@1"], "solved", color + 1, false))];
+}
+
+function measured(run, [part, measure], label, color, isOneOfMany) {
   const rows = run.about.evaluations.filter((row) => typeof row[part]?.[measure] === "number");
   if (!rows.length) return [];
   const column = (key) => rows.map((row) => row[part][key]);
-  const interval = part === "sampled" ? { low: column("pass@1_low"), high: column("pass@1_high") } : {};
+  const interval = part === "sampled" ? { low: column(`${measure}_low`), high: column(`${measure}_high`) } : {};
   return [{
-    name: isOneOfMany ? `${run.name} held out` : "held out", color, areDots: true,
+    name: isOneOfMany ? `${run.name} ${label}` : label, color, areDots: true,
     steps: rows.map((row) => row.step), values: column(measure), ...interval,
   }];
 }

@@ -3,7 +3,7 @@ import { h, fill, moment, number, seconds, shown, signed } from "./dom.js";
 import { address, go, route } from "./route.js";
 import { source } from "./source.js";
 import { ListPage, inOrder, termOf } from "./listpage.js";
-import { intervalBar } from "./evaluation.js";
+import { intervalBar, isShare, mainScore } from "./evaluation.js";
 import { Samples, average, marksOf } from "./samples.js";
 import { commonMessages, dialogue } from "./messages.js";
 import { parsedFilter } from "./filters.js";
@@ -11,10 +11,10 @@ import { VirtualRows } from "./virtual.js";
 
 const EVAL_COLUMNS = [
   { key: "name", label: "evaluation", isText: true }, { key: "env", label: "environment", isText: true }, { key: "policy", label: "policy", isText: true },
-  { key: "started_s", label: "date" }, { key: "num_tasks", label: "tasks" }, { key: "pass1", label: "pass@1" }, { key: "passMost", label: "pass@k" },
+  { key: "started_s", label: "date" }, { key: "num_tasks", label: "tasks" }, { key: "score", label: "pass@1 or reward" }, { key: "passMost", label: "pass@k" },
 ];
 const EVAL_TERMS = {
-  numbers: { score: "pass1", reward: "reward", step: "step", tasks: "num_tasks", temperature: "temperature", seed: "seed" },
+  numbers: { score: "score", reward: "reward", step: "step", tasks: "num_tasks", temperature: "temperature", seed: "seed" },
   words: { name: "name", env: "env", run: "run", policy: "policy", model: "model", benchmark: "benchmark", split: "split", error: "error" },
   kinds: Object.fromEntries(["running", "finished", "failed", "interrupted", "died", "stopped"].map((state) => [state, (card) => card.status === state])),
 };
@@ -43,10 +43,9 @@ export async function evaluationsPage(main) {
 
   async function load() {
     cards = (await source.evaluations()).map((card) => {
-      const of = (name) => card.scores.find((score) => score.name === name);
       const most = card.scores.filter((score) => score.name.startsWith("pass@")).at(-1);
       return {
-        ...card, title: card.name, name: card.id, pass: of("pass@1") || null, pass1: of("pass@1")?.value ?? null, most: most && most.name !== "pass@1" ? most : null, passMost: most?.value ?? null,
+        ...card, title: card.name, name: card.id, main: mainScore(card), score: mainScore(card)?.value ?? null, most: most && most.name !== "pass@1" ? most : null, passMost: most?.value ?? null,
         started_s: card.started_at ? Date.parse(card.started_at) / 1000 : card.step !== null && card.run !== null ? card.step / 1e6 : null,
         allText: [card.id, card.env, card.benchmark, card.policy, card.model, card.split, card.error, card.status].filter(Boolean).join("\n").toLowerCase(),
       };
@@ -69,8 +68,8 @@ export async function evaluationsPage(main) {
       h("span.what.of-policy", {}, shown(card.policy || card.model || "–"), h("small", {}, card.temperature === 0 ? "greedy" : card.temperature === null ? "" : `temperature ${number(card.temperature)}`)),
       h("span.num.when", {}, card.started_at ? moment(card.started_s) : "–", h("small", {}, card.duration_s === null ? "" : seconds(card.duration_s))),
       h("span.num.of-tasks", {}, number(card.num_tasks), h("small", {}, card.num_samples === null ? "" : ` × ${number(card.num_samples)}`)),
-      h("span.of-bar", {}, card.pass ? intervalBar(card.pass) : null),
-      h("span.num.of-reward", {}, card.pass ? h("span", {}, number(card.pass.value), h("small", {}, card.pass.low === null ? "" : ` ${number(card.pass.low, 2)}–${number(card.pass.high, 2)}`)) : "–"),
+      h("span.of-bar", {}, card.main && isShare(card.main) ? intervalBar(card.main) : null),
+      h("span.num.of-reward", {}, card.main ? h("span", {}, card.is_graded ? h("small", {}, "reward ") : null, number(card.main.value), h("small", {}, card.main.low === null ? "" : ` ${number(card.main.low, 2)}–${number(card.main.high, 2)}`)) : "–"),
       h("span.num.of-most", {}, card.most ? [h("small", {}, `${card.most.name.replace("pass", "")} `), number(card.most.value)] : ""));
   }
 
@@ -130,10 +129,10 @@ export async function sideBySidePage(main, ids) {
 
   function drawScores() {
     fill(scores, h("h1", {}, "Side by side"), h("div.wide-table", {}, h("table.score-table", {}, h("tbody", {}, cards.map((card, i) => {
-      const pass = card.scores.find((score) => score.name === "pass@1");
+      const main = mainScore(card);
       return h("tr", {}, h(`th.c${i % 8}`, {}, h("i.swatch"), ` ${i + 1} `, h("a", { href: address(["eval", card.id]) }, shown(card.name)), h("small", {}, shown(` ${labelOfPolicy(card)}`))),
-        h("td", {}, pass ? h("b", {}, number(pass.value)) : "–"), h("td", {}, pass && pass.low !== null ? h("small", {}, `${number(pass.low)} to ${number(pass.high)}`) : ""),
-        h("td.wide", {}, pass ? intervalBar(pass, i % 8) : null), h("td", {}, i ? h("small", {}, differenceOf(samples, i)) : null));
+        h("td", {}, main ? h("b", {}, number(main.value)) : "–"), h("td", {}, main && main.low !== null ? h("small", {}, `${number(main.low)} to ${number(main.high)}`) : ""),
+        h("td.wide", {}, main && isShare(main) ? intervalBar(main, i % 8) : null), h("td", {}, i ? h("small", {}, differenceOf(samples, i)) : null));
     })))), isReading ? null : h("p.hint", {}, "Differences are of the mean score over common samples, with their 95% interval; they do not include the variation between seeds."));
   }
 

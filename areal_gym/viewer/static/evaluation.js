@@ -162,10 +162,10 @@ function headOf(card, all) {
     h("p.facts-line", {}, shown(facts.join(" · "))),
     card.error ? h("p.reason", {}, shown(`${card.status}: ${card.error}`)) : null,
     card.problems.map((problem) => h("p.reason", {}, shown(problem))),
-    card.scores.length ? h("table.score-table", {}, h("tbody", {}, card.scores.map((score) => h("tr", {}, h("th", {}, score.name), h("td", {}, h("b", {}, number(score.value))),
-      h("td", {}, score.low === null ? "" : h("small", {}, `${number(score.low)} to ${number(score.high)}`)), h("td.wide", {}, intervalBar(score)))))) : null,
+    card.scores.length ? h("table.score-table", {}, h("tbody", {}, card.scores.map((score) => h("tr", {}, h("th", {}, score.name === "reward" ? "mean reward" : score.name), h("td", {}, h("b", {}, number(score.value))),
+      h("td", {}, score.low === null ? "" : h("small", {}, `${number(score.low)} to ${number(score.high)}`)), h("td.wide", {}, isShare(score) ? intervalBar(score) : null))))) : null,
     h("p.facts-line", {},
-      card.reward === null ? null : h("span", {}, h("small", {}, "mean reward "), number(card.reward)),
+      card.reward === null || card.is_graded ? null : h("span", {}, h("small", {}, "mean reward "), number(card.reward)),
       card.num_failed ? h("span.error", {}, `${number(card.num_failed)} episodes failed and are in no score`) : null,
       shares ? Object.entries(card.stops).map(([name, value]) => h("span", {}, h("small", {}, shown(`${name} `)), `${number((100 * value) / shares)}%`)) : null),
   ];
@@ -176,6 +176,16 @@ function compareAddress(cards, own) {
   const others = cards.filter((other) => other.id !== own.id).slice(-(MOST_COMPARED - 1));
   const ids = cards.filter((other) => other.id === own.id || others.includes(other)).map((other) => other.id);
   return address(["evals", "compare"], { ids: JSON.stringify(ids) });
+}
+
+/** What an evaluation is listed and compared by: the mean reward where rewards are graded, else pass@1. */
+export function mainScore(card) {
+  return card.scores.find((score) => score.name === (card.is_graded ? "reward" : "pass@1")) || null;
+}
+
+/** Whether the score and its interval fit on an axis from 0 to 1: rewards may be any numbers. */
+export function isShare({ value, low, high }) {
+  return [value, low ?? value, high ?? value].every((x) => x >= 0 && x <= 1);
 }
 
 /** A score between 0 and 1 with its 95% interval. */

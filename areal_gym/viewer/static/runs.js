@@ -93,7 +93,7 @@ export async function runsPage(main) {
       h("span.num.of-step", {}, card.is_stub ? "…" : `step ${number(card.step)}`, h("small", {}, card.steps === null ? "" : ` / ${number(card.steps)}`)),
       h("span.spark", { title: "mean reward" }, spark(card.rewards)),
       h("span.num.of-reward", {}, h("small", {}, "reward "), fixed(card.reward)),
-      h("span.num.heldout", {}, h("small", {}, "held out "), heldoutOf(card.heldout)),
+      h("span.num.heldout", {}, h("small", { title: card.is_graded ? "mean reward on held-out tasks" : "share of held-out tasks solved" }, card.is_graded ? "held-out reward " : "held out "), heldoutOf(card.heldout)),
       canEdit ? h("button.icon.edit", { title: "tags, note, delete  e", "aria-label": `edit ${card.name}`, onclick: () => edit(card.name) }, "✎") : null);
   }
 
