@@ -1,0 +1,1 @@
+"""`harbor:PATH`: tasks that are folders with an image, an instruction and tests."""
