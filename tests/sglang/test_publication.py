@@ -203,7 +203,7 @@ def test_lora_adapters_are_policy_versions(server, policies, decoders, tmp_path)
     asyncio.run(play())
 
 
-def test_publication_reaches_two_servers(kind, server, policies, decoders, tmp_path):
+def test_publication_reaches_two_servers(server, spare, policies, decoders, tmp_path):
     async def play(other):
         async with engine_over(policies[0], server, other) as engine:
             for version, id in enumerate(("disk", "tensor", "distributed"), start=1):
@@ -222,8 +222,7 @@ def test_publication_reaches_two_servers(kind, server, policies, decoders, tmp_p
                 )
                 await sync.aclose()
 
-    with running_server(kind, policies[0], tmp_path / "other.log") as (url, _):
-        asyncio.run(play(url))
+    asyncio.run(play(spare.started()[0]))
 
 
 def _params():

@@ -178,9 +178,10 @@ def test_files_are_divided_among_the_ranks(policies, two_ranks, tmp_path):
 
 @pytest.mark.parametrize("id", [pytest.param("tensor", marks=pytest.mark.long), "distributed"])
 def test_server_lost_during_a_transfer_does_not_stop_the_others(
-    kind, server, policies, tmp_path, id
+    server, spare, policies, tmp_path, id
 ):
     weights = load_checkpoint(policies[1]).state_dict()
+    other, process = spare.started()
 
     class Killing:
         """Weights that are gathered twice; the first time, a server dies half-way."""
@@ -192,7 +193,7 @@ def test_server_lost_during_a_transfer_does_not_stop_the_others(
                     process.wait()
                 yield item
 
-    async def play(other, log):
+    async def play():
         async with engine_over(policies[0], server, other) as engine:
             sync = sync_of(engine, id, tmp_path / "weights", bucket_mb=0.02)
             await sync.publish(weights.items(), 1)
@@ -201,17 +202,16 @@ def test_server_lost_during_a_transfer_does_not_stop_the_others(
             assert [s.client.url for s in engine.servers if s.is_serving] == [server]
             assert set((await ask(engine)).versions) == {2}
             port = int(other.rpartition(":")[2])
-            with running_server(kind, policies[0], log, port=port):
-                async with asyncio.timeout(60):  # it is back, with other weights
-                    while not engine.servers[1].is_outdated:
-                        await asyncio.sleep(0.05)
-                await sync.publish(weights.items(), 3)
-                assert len([state for state in engine.servers if state.is_serving]) == 2
-                assert await checksums(server) == await checksums(other)
-                await sync.aclose()
+            await asyncio.to_thread(spare.started, port)
+            async with asyncio.timeout(60):  # it is back, with other weights
+                while not engine.servers[1].is_outdated:
+                    await asyncio.sleep(0.05)
+            await sync.publish(weights.items(), 3)
+            assert len([state for state in engine.servers if state.is_serving]) == 2
+            assert await checksums(server) == await checksums(other)
+            await sync.aclose()
 
-    with running_server(kind, policies[0], tmp_path / "other.log") as (url, process):
-        asyncio.run(play(url, tmp_path / "again.log"))
+    asyncio.run(play())
 
 
 def test_group_that_does_not_form_is_described(server, policies, two_ranks, tmp_path):

@@ -3,12 +3,11 @@
 import asyncio
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 import torch
-from conftest import NEEDS_REAL, command_of, require_retract, running_server
+from conftest import NEEDS_REAL, command_of, require_retract
 
 from areal_gym.config import load_config
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
@@ -103,42 +102,44 @@ def test_server_with_another_model_is_refused(server, policies, shaped_env, tmp_
     train(config, run_dir=tmp_path / "taken", mode="new")
 
 
-def test_calls_of_a_killed_server_move_to_another(kind, policies, tmp_path):
-    async def play(processes, urls):
-        decoder = load_checkpoint(policies[0])
-        async with engine_over(policies[0], *urls) as engine:
+def test_calls_of_a_killed_server_move_to_another(server, spare, policies, decoders, tmp_path):
+    url, process = spare.started()
+
+    async def play():
+        async with engine_over(policies[0], url, server) as engine:
+            sync = DiskWeightSync(engine, directory=tmp_path / "weights")
+            await sync.publish(decoders[0].state_dict().items(), 0)
             turns = await turns_in_flight(engine, 8, 200)
-            os.killpg(processes[0].pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             for generation in await asyncio.gather(*turns):
                 # Not a short answer: what was sampled is whole, wherever it was.
                 assert len(generation.token_ids) == 200
-                assert logprob_gap(decoder, generation) < TOLERANCE
+                assert logprob_gap(decoders[0], generation) < TOLERANCE
             assert len(engine.servers) == 2
-            sync = DiskWeightSync(engine, directory=tmp_path / "weights")
-            await sync.publish(load_checkpoint(policies[1]).state_dict().items(), 1)
+            assert [state.client.url for state in engine.servers if state.is_serving] == [server]
+            await sync.publish(decoders[1].state_dict().items(), 1)
             assert set((await ask(engine)).versions) == {1}
             await sync.aclose()
 
-    logs = [tmp_path / "a.log", tmp_path / "b.log"]
-    with ExitStack() as stack, ThreadPoolExecutor(2) as starting:  # the real one takes a while
-        servers = [stack.push(running_server(kind, policies[0], log)) for log in logs]
-        started = list(starting.map(lambda server: server.__enter__(), servers))
-        asyncio.run(play([process for _, process in started], [url for url, _ in started]))
+    asyncio.run(play())
 
 
-def test_error_after_the_last_server_dies_has_the_start_command(kind, policies, tmp_path):
-    async def play(url, process):
+def test_error_after_the_last_server_dies_has_the_start_command(spare, policies):
+    url, process = spare.started()
+
+    async def play():
         async with engine_over(policies[0], url, grace_s=0.5, max_retries=20) as engine:
             turns = await turns_in_flight(engine, 12, 400)
             os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             with pytest.raises(EngineUnreachableError) as caught:
                 await asyncio.gather(*turns)
             await asyncio.gather(*turns, return_exceptions=True)
             assert url in str(caught.value)
             assert any("sglang.launch_server" in hint for hint in caught.value.hints)
 
-    with running_server(kind, policies[0], tmp_path / "server.log") as (url, process):
-        asyncio.run(play(url, process))
+    asyncio.run(play())
 
 
 def test_killed_launched_server_is_restarted(kind, policies, tmp_path):

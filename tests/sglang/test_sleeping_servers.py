@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from conftest import require_retract, running_server
+from conftest import require_retract
 from test_runs import config_of
 
 from areal_gym.engines.sglang.sglang_client import SGLangClient
@@ -69,28 +69,21 @@ def test_turns_in_flight_sleep_and_go_on_with_new_weights(
     asyncio.run(play())
 
 
-def test_next_run_wakes_servers_that_a_killed_one_left_asleep(
-    kind,
-    policies,
-    decoders,
-    tmp_path,
-):
-    async def play(url):
-        async with engine_over(policies[0], url) as engine:
+def test_next_run_wakes_servers_that_a_killed_one_left_asleep(server, policies, decoders, tmp_path):
+    async def play():
+        async with engine_over(policies[0], server) as engine:
             sync = sync_of(engine, "disk", tmp_path / "weights")
             await sync.publish(decoders[1].state_dict().items(), 1)
             turns = await turns_in_flight(engine, 2, 200)
             await engine.sleep()
             for turn in turns:  # as when the process is killed
                 turn.cancel()
-        async with engine_over(policies[0], url) as engine:
+        async with engine_over(policies[0], server) as engine:
             generation = await ask(engine)
             assert set(generation.versions) == {0}
             assert logprob_gap(decoders[0], generation) < TOLERANCE
 
-    with running_server(kind, policies[0], tmp_path / "server.log") as (url, process):
-        asyncio.run(play(url))
-        assert process.poll() is None
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize(
