@@ -7,10 +7,12 @@ import ast
 import asyncio
 import functools
 import json
+import os
 import re
 import shutil
 import sys
 import webbrowser
+from pathlib import Path
 
 import click
 import pytest
@@ -40,6 +42,7 @@ def enter(directory, patch):
     patch.setenv("AREAL_GYM_CACHE", str(directory.parent / "cache"))
     patch.setenv("AREAL_GYM_DATA", str(directory / "data"))
     patch.setenv("OPENAI_API_KEY", "none")
+    patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # activated
     recipe = functools.partial(starter_policy.Recipe, **tables.WARM_START)
     patch.setattr(starter_policy, "Recipe", recipe)
     patch.setattr(webbrowser, "open", lambda url: True)

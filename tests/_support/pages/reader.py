@@ -25,6 +25,7 @@ from tests._support.pages.blocks import check_names
 from tests._support.pages.home import install
 
 TIMEOUT_S = 60
+FILE_NAME = r"# (?:(\w+)/)?(\w+\.(?:py|yaml))\n"
 GIVEN_NAMES = {"answer": "4", "gold": "4", "my_loss": ppo_clip, "my_estimator": grpo}
 """Names that Python in the docs uses without defining them."""
 
@@ -44,9 +45,9 @@ class Reader:
         self.outcome = None
 
     def write_files(self, blocks):
-        """Write Python blocks that begin with a file's name to that file."""
+        """Write blocks that begin with a file's name to that file."""
         for block in blocks:
-            if header := re.match(r"# (?:(\w+)/)?(\w+\.py)\n", block.text):
+            if header := re.match(FILE_NAME, block.text):
                 folder = self.directory / (header[1] or ".")
                 folder.mkdir(exist_ok=True)
                 if header[1]:
@@ -68,6 +69,8 @@ class Reader:
                 self.execute(block)
             case "toml":
                 install(tomllib.loads(block.text), self.directory)
+            case "yaml" if re.match(FILE_NAME, block.text):
+                pass  # a command names the file
             case "yaml":
                 (self.directory / "recipe.yaml").write_text(block.text)
                 self.type("areal-gym train -c recipe.yaml")

@@ -20,12 +20,14 @@ SMALL = (
 )
 # Filters need a policy that is sometimes right: it says 2.
 TWOS = ("engine.model={policy}", "env.kwargs.tasks=twos.jsonl", "rollout.group_size=4")
+ONE_OF_EACH = ("engine.kwargs.num_servers=1", "trainer.num_ranks=1")
 FEW_EXAMPLES = ("data.num_examples=16", "data.batch_size=4")
 EXTRA_ARGUMENTS = (
-    (r"^areal-gym train (?!.*--dry-run)", SMALL),
+    (r"^areal-gym train (?!.*(--dry-run|rehearsal))", SMALL),
+    (r"^areal-gym train -c rehearsal", (*ONE_OF_EACH, *SMALL[1:5], "eval.num_tasks=2")),
     (r"^areal-gym train .*(filters=.*(zero|rate)|=dapo)", TWOS),
     (r"^areal-gym train .*(-c|--objective) .*(sft|dpo|reward|distill)", FEW_EXAMPLES),
-    (r"^areal-gym train --data ", ("engine.max_context=256",)),
+    (r"^areal-gym train --data (?!.*--dry-run)", ("engine.max_context=256",)),
     (r"^areal-gym eval ", SMALL[1:]),
     (r"^areal-gym check ", ("--tasks", "1", "--concurrent", "8")),
 )
@@ -72,6 +74,7 @@ NOT_RUN = (
     (r"tau2/(airline|retail)|--fixtures|data pull", "tau2-bench's data: tests/envs/tau2"),
     (r"cluster\.address=", "starts a Ray, or joins one: tests/distributed"),
     (r"openai/gsm8k:main", "asks the Hugging Face hub"),
+    (r"^areal-gym train -c examples/recipes/qwen3.*Qwen/", "GPUs, and a model of the hub"),
     (r"langchain_agent", "LangChain is not installed: tests/examples/test_frameworks.py"),
     (r"textarena:", "not installed: tests/envs/test_adapters.py"),
 )
