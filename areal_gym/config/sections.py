@@ -216,7 +216,7 @@ class TrainerConfig(Settings):
     """Gradients are clipped to this norm."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per step; the step's batch is split among them by group."""
-    staleness_damping: float = Field(0.25, ge=0)
+    staleness_damping: float = Field(1.5, ge=0)
     """With several updates a step, old batches are trained at a lower learning rate: divided by
     1 + staleness_damping * mean staleness * (minibatches - 1); 0 is off (docs/asynchrony.md)."""
     tokens_per_microbatch: int = Field(4096, ge=64)

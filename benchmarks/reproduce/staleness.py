@@ -1,7 +1,8 @@
 """Is asynchronous training as good as synchronous? After AReaL's table of staleness.
 
     python benchmarks/reproduce/staleness.py [--arms default,full_rate] [--eta 1,2,4,8]
-                   [--updates 1,4] [--rates 1,2] [--seeds 5] [--runs FILE.jsonl] [--quick] [--json]
+                   [--updates 1,4] [--rates 1,2] [--seeds 5] [--runs FILE.jsonl]
+                   [--picture FILE.svg] [--quick] [--json]
 
 Whole runs of `areal-gym train --env tir` from one warm start per seed: 8 groups of 8 episodes a
 step, the buffer kept full, so that the batches are as old as `rollout.max_staleness` (eta) lets
@@ -21,23 +22,15 @@ against    the difference from the synchronous run of the same seed: mean, and i
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
 import itertools
 import json
-import math
 import statistics
-import sys
-import tempfile
-import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+
+from protocol import SMALL, KeptRuns, Row, difference, mean, parser, play
 
 from areal_gym.config import RunConfig, load_config
-from areal_gym.run_dir.run_dir import RunDir
-from areal_gym.runs.train import train
-from areal_gym.utils.statistics import mean_interval
 
 _FULL = "trainer.staleness_damping=0"
 ARMS = {
@@ -57,42 +50,51 @@ def settings(case: Case, *, is_quick: bool = False) -> RunConfig:
     arm, eta, updates, rate, seed = case
     return load_config(
         overrides=[
-            *("env.id=tir", "engine.max_context=256", "engine.num_slots=64"),
-            *("rollout.batch_groups=8", "rollout.group_size=8"),
+            *SMALL,
             f"rollout.max_staleness={eta}",
             f"rollout.max_in_flight={64 * (eta + 1)}",
-            *("trainer.optimizer=muon", f"trainer.minibatches={updates}"),
+            f"trainer.minibatches={updates}",
             *(f"trainer.lr={3e-4 * rate}", f"trainer.muon_lr={3e-3 * rate}"),
             f"eval.num_tasks={32 if is_quick else 512}",
             f"steps={3 if is_quick else _STEPS[rate]}",
-            # A run that is lost goes on to its end: that is what is measured.
-            *("guard.action=ignore", f"seed={seed}", *ARMS[arm]),
+            *(f"seed={seed}", *ARMS[arm]),
         ]
     )
 
 
-def played(case: Case, *, is_quick: bool) -> dict[str, Any]:
-    start_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as home:
-        run = RunDir(Path(home) / "run")
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            train(settings(case, is_quick=is_quick), run_dir=run.path)
-        rows = run.read_metrics()
-        summary = json.loads((run.path / "summary.json").read_text())
+def run(case: Case, *, is_quick: bool) -> Row:
+    outcome, rows = play(settings(case, is_quick=is_quick))
     return {
-        "case": list(case),
-        "heldout": summary["heldout_after"],
-        "greedy": summary["heldout_greedy_after"],
+        **outcome,
         "staleness": statistics.mean(row["rollout/staleness_mean"] for row in rows),
         "kl": statistics.median(row["train/approx_kl"] for row in rows),
         "severity": max(row.get("guard/severity", 0.0) for row in rows),
-        "s": round(time.monotonic() - start_s, 1),
     }
 
 
-def against(differences: list[float]) -> str:
-    mean, low, high = mean_interval(differences)
-    return f"{mean:+.3f}" + (f" ({low:+.3f} to {high:+.3f})" if math.isfinite(low) else "")
+def draw(runs: dict[Case, Row], seeds: int, file: Path) -> None:
+    """Draw held-out accuracy over eta: a panel for updates and rate, a line for each arm."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    grid = sorted({(case[2], case[3]) for case in runs})
+    etas = sorted({case[1] for case in runs})
+    arms = dict.fromkeys(case[0] for case in runs)
+    figure, panels = pyplot.subplots(1, len(grid), figsize=(3.2 * len(grid), 3.4), sharey=True)
+    for panel, (updates, rate) in zip([panels] if len(grid) == 1 else panels, grid, strict=True):
+        for arm in arms:
+            # The synchronous run is the same for all arms.
+            cells = [(arm if eta else "default", eta, updates, rate) for eta in etas]
+            rows = [[runs[*cell, seed] for seed in range(seeds)] for cell in cells]
+            panel.plot(range(len(etas)), [mean(each, "heldout") for each in rows], "o-", label=arm)
+        panel.set_xticks(range(len(etas)), map(str, etas))
+        panel.set(title=f"{updates} updates, rate x{rate}", xlabel="eta", ylim=(0, 1))
+    figure.axes[0].set_ylabel("held-out accuracy")
+    figure.axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(file)
 
 
 def numbers(text: str) -> list[int]:
@@ -100,25 +102,18 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", default="default,full_rate")
-    parser.add_argument("--eta", type=numbers, default=[1, 2, 4, 8])
-    parser.add_argument("--updates", type=numbers, default=[1, 4])
-    parser.add_argument("--rates", type=numbers, default=[1, 2])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--runs", type=Path, help="keeps what was played, one line a run")
-    parser.add_argument("--quick", action="store_true", help="one seed, three steps: does it run?")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options_of = parser(__doc__ or "")
+    options_of.add_argument("--arms", default="default,full_rate")
+    options_of.add_argument("--eta", type=numbers, default=[1, 2, 4, 8])
+    options_of.add_argument("--updates", type=numbers, default=[1, 4])
+    options_of.add_argument("--rates", type=numbers, default=[1, 2])
+    options = options_of.parse_args()
     if options.quick:
         options.arms, options.eta, options.updates, options.rates = "default", [2], [2], [1]
         options.seeds = 1
     arms = options.arms.split(",")
-    runs: dict[Case, dict[str, Any]] = {}
-    if options.runs and options.runs.exists():
-        for line in options.runs.read_text().splitlines():
-            row = json.loads(line)
-            runs[tuple(row["case"])] = row
+    kept = KeptRuns(options.runs)
+    runs: dict[Case, Row] = {}
     grid = list(itertools.product(options.updates, options.rates))
     for seed in range(options.seeds):
         wanted: list[Case] = [("default", 0, updates, rate, seed) for updates, rate in grid]
@@ -127,13 +122,9 @@ def main() -> None:
             for (updates, rate), eta, arm in itertools.product(grid, options.eta, arms)
         ]
         for case in wanted:
-            if case in runs:
-                continue
-            runs[case] = played(case, is_quick=options.quick)
-            print(json.dumps(runs[case]), file=sys.stderr, flush=True)
-            if options.runs:
-                with options.runs.open("a") as file:
-                    file.write(json.dumps(runs[case]) + "\n")
+            runs[case] = kept.get(case, partial(run, case, is_quick=options.quick))
+    if options.picture:
+        draw(runs, options.seeds, options.picture)
     if options.json:
         print(json.dumps(list(runs.values())))
         return
@@ -145,11 +136,10 @@ def main() -> None:
             rows = [runs[arm, eta, updates, rate, seed] for seed in range(options.seeds)]
             synchronous = [runs["default", 0, updates, rate, s] for s in range(options.seeds)]
             heldout = [row["heldout"] for row in rows]
-            pairs = zip(rows, synchronous, strict=True)
-            differences = [row["heldout"] - beside["heldout"] for row, beside in pairs]
+            against = difference(heldout, [row["heldout"] for row in synchronous])
             print(
                 f"| {updates} | {rate} | {eta} | {arm} | {statistics.mean(heldout):.3f} | "
-                f"{min(heldout):.3f} | {against(differences) if eta else ''} | "
+                f"{min(heldout):.3f} | {against if eta else ''} | "
                 f"{statistics.median(row['kl'] for row in rows):.4f} | "
                 f"{statistics.mean(row['staleness'] for row in rows):.1f} |"
             )

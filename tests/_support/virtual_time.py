@@ -5,7 +5,7 @@ import selectors
 
 
 class _Jump(selectors.SelectSelector):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
 
@@ -20,7 +20,7 @@ class _Jump(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop where hours pass in milliseconds, and a deadlock is an error."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._clock = _Jump()
         super().__init__(self._clock)
 
