@@ -218,7 +218,8 @@ class TrainerConfig(Settings):
     """Optimizer updates per step; the step's batch is split among them by group."""
     staleness_damping: float = Field(1.5, ge=0)
     """With several updates a step, old batches are trained at a lower learning rate: divided by
-    1 + staleness_damping * mean staleness * (minibatches - 1); 0 is off (docs/asynchrony.md)."""
+    sqrt(1 + staleness_damping * mean staleness * (minibatches - 1)); 0 is off
+    (docs/asynchrony.md)."""
     tokens_per_microbatch: int = Field(4096, ge=64)
     """Maximum tokens of one forward and backward pass: trades memory for speed."""
     dtype: Literal["float32", "bfloat16"] = "float32"

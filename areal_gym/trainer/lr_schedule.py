@@ -47,10 +47,10 @@ def stale_factor(config: TrainerConfig, staleness: float, num_updates: int) -> f
     """Return the factor of the learning rates for a batch of this mean staleness.
 
     1 / sqrt(1 + staleness_damping * staleness * (num_updates - 1)). The gradient of a stale batch
-    says where to go from where the policy was. Optimizers that normalise, AdamW and Muon, follow it by
-    full steps, whatever clips and masks leave of it, until batches arrive that know of them. With
-    one update a step that was harmless up to 8 versions; with several, each on a part of the batch,
-    the policy overshoots. Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep
-    Learning", divide by the staleness alone.
+    says where to go from where the policy was. Optimizers that normalise, AdamW and Muon, follow it
+    by full steps, whatever clips and masks leave of it, until batches arrive that know of them.
+    With one update a step that was harmless up to 8 versions; with several, each on a part of the
+    batch, the policy overshoots. Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep
+    Learning", divide by the staleness alone; the root costs old batches less (docs/asynchrony.md).
     """
     return 1 / math.sqrt(1 + config.staleness_damping * staleness * (num_updates - 1))

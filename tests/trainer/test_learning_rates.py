@@ -118,8 +118,8 @@ def test_resuming_with_more_steps_says_what_becomes_of_the_rate(tmp_path):
 
 
 def test_rate_falls_with_staleness_and_further_updates():
-    config = TrainerConfig(staleness_damping=0.25)
-    cases = [(0.0, 4), (9.0, 1), (4.0, 2), (1.0, 5), (4.0, 4)]
+    config = TrainerConfig(staleness_damping=0.75)
+    cases = [(0.0, 4), (9.0, 1), (4.0, 2), (1.0, 5), (5.0, 5)]
     assert [stale_factor(config, *case) for case in cases] == [1, 1, 0.5, 0.5, 0.25]
     assert stale_factor(TrainerConfig(staleness_damping=0), 1e9, 8) == 1
 
@@ -138,7 +138,7 @@ def test_a_trainer_lowers_the_rate_for_stale_batches():
     fresh, moved = first_step(0)
     assert fresh["train/lr"] == 1e-3
     assert first_step(28, minibatches=1)[0]["train/lr"] == 1e-3
-    stale, moved_by_stale = first_step(28)
+    stale, moved_by_stale = first_step(28, staleness_damping=2.25)  # 1 + 2.25 * 28 = 8 * 8
     assert stale["train/lr"] == 1e-3 / 8
     assert moved_by_stale == pytest.approx(moved / 8, rel=0.5)
     without, moved_without = first_step(28, staleness_damping=0)
