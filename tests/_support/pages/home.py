@@ -56,6 +56,9 @@ def write_files(directory):
     (directory / "my_package" / "rewards.py").write_text(
         "def score(answer, gold):\n    return float(answer == gold)\n"
     )
+    (directory / "rewards.py").write_text(
+        "def exact(completion, answer):\n    return float(completion.strip() == answer)\n"
+    )
     for name in ("examples", "benchmarks", "tests"):
         (directory / name).symlink_to(ROOT / name)
 

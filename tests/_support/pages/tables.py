@@ -76,6 +76,7 @@ NOT_RUN = (
     (r"openai/gsm8k:main", "asks the Hugging Face hub"),
     (r"^areal-gym train -c examples/recipes/qwen3.*Qwen/", "GPUs, and a model of the hub"),
     (r"langchain_agent", "LangChain is not installed: tests/examples/test_frameworks.py"),
+    (r"^python examples/minimal_grpo", "tests/examples/test_minimal_grpo.py"),
     (r"textarena:", "not installed: tests/envs/test_adapters.py"),
 )
 """(pattern, reason): of such commands only the names are checked."""
