@@ -19,7 +19,7 @@ FLOORS = (
     ("settings; messages and tokens; templates of plugin packages", ("config", "chat", "scaffold")),
     (
         "parts that need nothing but the floors below",
-        ("models", "sandbox", "loggers", "report", "run_dir", "tasks", "rewards"),
+        ("models", "sandbox", "places", "loggers", "report", "run_dir", "tasks", "rewards"),
     ),
     ("environments and engines, which do not know each other", ("envs", "engines")),
     (
@@ -57,12 +57,13 @@ MAY_IMPORT = {
     "scaffold": {"errors", "plugins"},
     "models": COMMON,
     "sandbox": COMMON,
+    "places": COMMON | {"sandbox"},
     "loggers": COMMON,
     "rewards": COMMON | {"sandbox="},
     "report": COMMON | {"run_dir"},
     "run_dir": COMMON,
     "tasks": COMMON,
-    "envs": COMMON | {"sandbox.base", "sandbox=", "tasks", "rewards"},
+    "envs": COMMON | {"places", "sandbox.base", "sandbox=", "tasks", "rewards"},
     "engines": COMMON | {"models"},
     "agents": COMMON | {"envs.base", "envs.tools", "engines.base", "sandbox.base"},
     "recording": COMMON | {"engines.base", "envs.base"},

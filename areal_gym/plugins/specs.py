@@ -171,6 +171,10 @@ class SandboxSpec(Spec, kind="sandbox", plural="sandboxes"):
     """A sandbox: a class with the protocol `areal_gym.sandbox.base.Sandbox`."""
 
 
+class PlaceSpec(Spec, kind="place", plural="places"):
+    """A backend of places: a class with the protocol `areal_gym.places.Places`."""
+
+
 class EngineSpec(Spec, kind="engine", plural="engines", setting="engine.id", takes_from_run=True):
     """An engine: a class with the protocol `areal_gym.engines.base.Engine`."""
 

@@ -1,10 +1,10 @@
-"""The built-in sandboxes."""
+"""The built-in sandboxes and places."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from areal_gym.plugins import SandboxSpec, hookimpl
+from areal_gym.plugins import PlaceSpec, SandboxSpec, hookimpl
 
 
 @hookimpl
@@ -19,3 +19,13 @@ def register_sandboxes() -> Iterable[SandboxSpec]:
     text = "no confinement: code runs with your permissions"
     path = "areal_gym.sandbox.process:NoSandbox"
     yield SandboxSpec(id="none", entry_point=path, summary=text)
+
+
+@hookimpl
+def register_places() -> Iterable[PlaceSpec]:
+    """Yield the built-in places."""
+    text = "a container per episode, of the task's image, without network"
+    path = "areal_gym.places.docker_places:DockerPlaces"
+    yield PlaceSpec(
+        id="docker", entry_point=path, summary=text, requires=("docker",), extra="docker"
+    )

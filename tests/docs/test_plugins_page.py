@@ -109,6 +109,14 @@ def test_example_sandbox():
     assert asyncio.run(run()).value == "Fraction(5, 6)"
 
 
+def test_example_places():
+    from areal_gym.places import Places
+
+    places = mine("places").load()()
+    assert isinstance(places, Places)
+    asyncio.run(places.aclose())
+
+
 def test_example_engine_samples_and_loads_weights(tiny_policy, tmp_path):
     engine_class, sync_class = mine("engines").load(), mine("weight-syncs").load()
     engine = engine_class.from_settings(tiny_policy, EngineConfig(model=str(tiny_policy)))

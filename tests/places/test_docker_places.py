@@ -1,0 +1,205 @@
+"""Places on a Docker engine: skipped where none answers."""
+
+import asyncio
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import time
+
+import pytest
+
+from areal_gym.errors import SandboxError
+from areal_gym.places import PlaceImage, PlaceLimits
+from areal_gym.places.docker_places import LABEL, DockerPlaces
+from areal_gym.sandbox.containers import connect
+from areal_gym.sandbox.image import import_host
+
+BASE = "areal-gym-places-tests"
+LIMITS = PlaceLimits(memory_mb=128, num_processes=32)
+
+
+@pytest.fixture(scope="module")
+def client():
+    try:
+        client = connect()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    if not client.images.list(f"{BASE}:latest"):
+        import_host(client, BASE)
+    yield client
+    client.close()
+
+
+def play(episode, image=None, limits=LIMITS, **options):
+    """Return what `episode(place)` returns of a fresh place, which is removed."""
+
+    async def use():
+        places = DockerPlaces(**options)
+        try:
+            place = await places.start(image or PlaceImage(reference=BASE), limits)
+            return await asyncio.wait_for(episode(place), 60)
+        finally:
+            await places.aclose()
+
+    return asyncio.run(use())
+
+
+def archive(**texts):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, text in texts.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text)
+            tar.addfile(entry, io.BytesIO(text.encode()))
+    return buffer.getvalue()
+
+
+def sh(place, command, **options):
+    return place.run(["/bin/sh", "-c", command], **{"timeout_s": 20, **options})
+
+
+def test_commands_get_their_directory_environment_and_user_and_are_bounded(client):
+    async def episode(place):
+        shown = await sh(
+            place, "echo $PWD $A $B; echo low >&2; exit 3", cwd="/tmp", env={"B": "two"}
+        )
+        user = await place.run(
+            ["python3", "-c", "import os; print(os.getuid())"], user=65534, timeout_s=20
+        )
+        flood = await place.run(["python3", "-c", "print('x' * (8 << 20))"], timeout_s=20)
+        return shown, user, flood
+
+    image = PlaceImage(reference=BASE, env={"A": "one"})
+    shown, user, flood = play(episode, image)
+    assert (shown.exit_code, shown.stdout, shown.stderr) == (3, b"/tmp one two\n", b"low\n")
+    assert user.stdout == b"65534\n"
+    assert len(flood.stdout) == 1 << 20
+
+
+def test_a_command_at_its_deadline_is_killed_with_its_children_and_the_place_goes_on(client):
+    async def episode(place):
+        start = time.monotonic()
+        late = await sh(place, "sleep 77 & sleep 78; echo never", timeout_s=1)
+        elapsed = time.monotonic() - start
+        names = "\n".join(row[-1] for row in place._container.top()["Processes"])
+        return late, elapsed, names, await sh(place, "echo still")
+
+    late, elapsed, names, still = play(episode)
+    assert late.is_timed_out
+    assert elapsed < 10
+    assert "sleep 77" not in names
+    assert "sleep 78" not in names
+    assert still.stdout == b"still\n"
+
+
+def test_files_go_in_and_come_out_of_a_frozen_place_and_links_are_not_followed(client):
+    async def episode(place):
+        await place.put(archive(note="hello"), "/made/deep")
+        with pytest.raises(SandboxError, match="frozen"):
+            await place.take(["/made"], max_bytes=1 << 20)
+        prepare = "cd /made; python3 -c \"import os; os.symlink('/etc', 'etc')\""
+        made = await sh(place, prepare)
+        with pytest.raises(SandboxError, match="link"):
+            await place.put(archive(passwd="mine"), "/made/etc")
+        await place.freeze()
+        whole = await place.take(["/made", "/absent", "/made/etc/passwd"], max_bytes=1 << 20)
+        cut = await place.take(["/usr"], max_bytes=100_000)
+        again = await sh(place, "cat /made/deep/note")
+        return made, whole, cut, again
+
+    made, whole, cut, again = play(episode)
+    assert made.exit_code == 0
+    with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
+        members = {member.name: member for member in tar}
+        assert tar.extractfile("made/deep/note").read() == b"hello"
+    assert set(members) == {"made", "made/deep", "made/deep/note", "made/etc"}
+    assert members["made/etc"].issym()
+    assert len(cut) <= 100_000
+    assert again.stdout == b"hello"
+
+
+def test_the_gateway_is_reached_inside_and_nothing_else(client):
+    program = (
+        "import socket\n"
+        "s = socket.create_connection(('127.0.0.1', 8900), 5); print(s.recv(9).decode())\n"
+        "try: socket.create_connection(('10.0.0.1', 80), 5)\n"
+        "except OSError as error: print(error.strerror)\n"
+    )
+
+    async def episode(place):
+        listener = await place.listen(8900)
+
+        async def answer(reader, writer):
+            writer.write(b"gateway")
+            writer.close()
+
+        server = await asyncio.start_server(answer, sock=listener)
+        try:
+            return await place.run(["python3", "-c", program], timeout_s=20)
+        finally:
+            server.close()
+
+    if os.geteuid() != 0:
+        pytest.skip("entering a network namespace needs root")
+    result = play(episode)
+    assert result.stdout.splitlines() == [b"gateway", b"Network is unreachable"]
+
+
+def test_folders_are_built_once_and_errors_name_the_line(client, tmp_path):
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text("ARG BASE_IMAGE=absent\nFROM $BASE_IMAGE\nWORKDIR /app\nCOPY note .\n")
+    (tmp_path / "note").write_text("built")
+
+    async def two():
+        places = DockerPlaces(build_args={"BASE_IMAGE": BASE}, build_network="none")
+        try:
+            image = PlaceImage(folder=tmp_path)
+            both = await asyncio.gather(*(places.start(image, LIMITS) for _ in range(2)))
+            texts = [(await sh(place, "cat note")).stdout for place in both]
+            names = {place._container.image.id for place in both}
+            dockerfile.write_text(f"FROM {BASE}\nCOPY nothing-of-the-name .\n")
+            with pytest.raises(SandboxError, match="nothing-of-the-name"):
+                await places.start(image, LIMITS)
+            with pytest.raises(SandboxError, match=r"999 processors"):
+                await places.start(PlaceImage(reference=BASE), PlaceLimits(cpus=999))
+            with pytest.raises(SandboxError, match="no image"):
+                await places.start(PlaceImage(reference="areal-gym-absent"), LIMITS)
+            return texts, names
+        finally:
+            await places.aclose()
+
+    texts, names = asyncio.run(two())
+    assert texts == [b"built", b"built"]
+    assert len(names) == 1
+    client.images.remove(names.pop(), force=True)
+
+
+def test_places_of_a_killed_owner_are_removed_by_the_next_and_others_stay(client):
+    program = (
+        "import asyncio, os\n"
+        "from areal_gym.places import PlaceImage, PlaceLimits\n"
+        "from areal_gym.places.docker_places import DockerPlaces\n"
+        "async def main():\n"
+        "    places = DockerPlaces()\n"
+        f"    await places.start(PlaceImage(reference={BASE!r}), PlaceLimits(memory_mb=64))\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())\n"
+    )
+
+    def ids():
+        found = client.containers.list(all=True, sparse=True, filters={"label": LABEL})
+        return {container.id for container in found}
+
+    before = ids()
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    left = ids() - before
+    assert len(left) == 1
+
+    async def episode(place):
+        return ids()
+
+    during = play(episode)
+    assert not left & during
+    assert not left & ids()
