@@ -20,7 +20,7 @@ from typing import Any
 
 from areal_gym.config import TrainerConfig
 from areal_gym.distributed.cluster import Cluster
-from areal_gym.errors import GymError, LostRankError
+from areal_gym.errors import GymError, LostRankError, TrainError
 from areal_gym.models.backend import AUTO, ModelLoader
 from areal_gym.trainer.out_of_memory import DEATH_HINTS
 from areal_gym.trainer.parallel.remote_trainer import (
@@ -119,6 +119,7 @@ class RayTrainer(RemoteTrainer):
         Raises:
             GymError: a rank's own error.
             LostRankError: a rank died; names it, and its host.
+            TrainError: Ray could not bring a rank's answer here.
         """
         import ray
 
@@ -138,15 +139,35 @@ class RayTrainer(RemoteTrainer):
                 return [ray.get(each) for each in asked]
         except ray.exceptions.RayError as lost:
             self.close()
-            place = f": {self._places[rank]}" if self._places else ""
-            raise LostRankError(
-                f"rank {rank} of the trainer has died{place} ({str(lost).strip().splitlines()[0]})",
-                hints=DEATH_HINTS,
-            ) from lost
+            raise self._failure(lost, rank) from lost
         raise error
+
+    def _failure(self, lost: Exception, rank: int) -> TrainError:
+        """Return the error to raise for one of Ray's, which came instead of `rank`'s answer."""
+        import ray
+
+        reason = str(lost).strip().splitlines()[0]
+        if not isinstance(lost, _deaths()):
+            return TrainError(f"Ray has lost an answer of rank {rank} of the trainer: {reason}")
+        if isinstance(lost, ray.exceptions.RayActorError):
+            ids = [each._actor_id.hex() for each in self._ranks]
+            rank = ids.index(lost.actor_id) if lost.actor_id in ids else rank
+        place = f": {self._places[rank]}" if self._places else ""
+        return LostRankError(
+            f"rank {rank} of the trainer has died{place} ({reason})", hints=DEATH_HINTS
+        )
 
     def _held_mb(self) -> float:
         return float(sum(self._answers([rank.rss_mb.remote() for rank in self._ranks])))
+
+
+def _deaths() -> tuple[type[Exception], ...]:
+    """Return Ray's errors for a process or a machine that is gone."""
+    from ray import exceptions as errors
+
+    # An answer is lost with the machine that keeps it, which is its rank's own.
+    machine = (errors.NodeDiedError, errors.LocalRayletDiedError, errors.ObjectLostError)
+    return (errors.RayActorError, errors.WorkerCrashedError, errors.OutOfMemoryError, *machine)
 
 
 class _Rank:

@@ -35,6 +35,7 @@ class Killing(Display):
         self.after_step = after_step
         self.how_often = how_often
         self.said = []
+        self.killed = []
 
     @property
     def has_killed(self):
@@ -50,7 +51,8 @@ class Killing(Display):
             while self.awaits and not self.awaits.exists() and time.monotonic() < deadline_s:
                 time.sleep(0.01)
             for command in self.commands:
-                os.kill(process_of(command), signal.SIGKILL)
+                self.killed.append(process_of(command))
+                os.kill(self.killed[-1], signal.SIGKILL)
 
 
 def process_of(command):

@@ -73,9 +73,9 @@ def test_ray_ranks_train_what_local_ranks_train(tiny_policy, tmp_path):
     display = Killing("ray::_Rank", awaits=saved)
     summary = train(config, run_dir=tmp_path / "ray", display=display)
     assert summary["num_steps"] == 3
-    assert display.has_killed
+    (pid,) = display.killed
     (line,) = [said for said in display.said if "going on from the checkpoint of step" in said]
-    assert re.search(rf"rank [01] of the trainer has died: process \d+ on {gethostname()}", line)
+    assert re.search(rf"rank [01] of the trainer has died: process {pid} on {gethostname()}", line)
     run = RunDir(tmp_path / "ray")
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
     # What was played is trained again by one learner in this process: the same weights.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from socket import gethostname
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_gym.config import Layout, TrainerConfig, load_config
-from areal_gym.errors import ConfigError, TrainError
+from areal_gym.errors import ConfigError, LostRankError, TrainError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
@@ -153,8 +154,13 @@ def test_dead_rank_ends_all_ranks():
     processes = [worker.process for worker in learner._workers]
     try:
         learner.step(batch(), 0)
+        # The first rank is aborted a moment later, as torch's watchdogs do.
         os.kill(processes[1].pid, signal.SIGKILL)
-        with pytest.raises(TrainError, match=r"has died.*SIGKILL") as caught:
+        os.kill(processes[0].pid, signal.SIGABRT)
+        for process in processes:
+            process.wait()
+        found = rf"rank 1 of .* has died: process {processes[1].pid} on {gethostname()} .*SIGKILL"
+        with pytest.raises(LostRankError, match=found) as caught:
             learner.step(batch(), 1)
         assert "--resume" in caught.value.hints[0]
     finally:

@@ -154,19 +154,22 @@ class ProcessTrainer(RemoteTrainer):
         self._kill()  # the others wait for the dead one
         who = "the trainer's process has died"
         if dead is not None and len(self._workers) > 1:
-            who = f"rank {dead} of the trainer has died: process {self._workers[dead].process.pid}"
+            where = f"{self._workers[dead].process.pid} on {socket.gethostname()}"
+            who = f"rank {dead} of the trainer has died: process {where}"
         code = None if dead is None else self._workers[dead].process.returncode
         return LostRankError(
             who + (f" ({_describe_exit(code)})" if code else ""), hints=DEATH_HINTS
         )
 
     def _find_dead(self) -> int | None:
+        """Return the rank whose death is the likeliest cause of the others'."""
         # A process is gone a moment after its pipe has closed.
         deadline_s = time.monotonic() + 2.0
         while True:
-            for rank, worker in enumerate(self._workers):
-                if worker.process.poll():
-                    return rank
+            codes = {rank: worker.process.poll() for rank, worker in enumerate(self._workers)}
+            dead = {rank: code for rank, code in codes.items() if code}
+            if dead:
+                return min(dead, key=lambda rank: _rank_as_cause(dead[rank]))
             if time.monotonic() > deadline_s:
                 return None
             time.sleep(0.01)
@@ -233,6 +236,16 @@ def main() -> None:
             Message.of((is_error, answer)).send(pipe)
     if torch.distributed.is_initialized():
         os._exit(0)  # the others may have died: no farewell that could wait for them
+
+
+def _rank_as_cause(code: int) -> int:
+    """Return how likely a process that ended with `code` was the first of several: 0 is likeliest.
+
+    A rank that loses another one raises an error, exits or is aborted by torch's watchdogs.
+    """
+    if code >= 0:
+        return 1
+    return 2 if code == -signal.SIGABRT else 0
 
 
 def _describe_exit(code: int) -> str:
