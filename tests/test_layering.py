@@ -99,7 +99,7 @@ MAY_IMPORT = {
         "rewards",
         "_gymnasium",
     },
-    "testing": COMMON | {"trainer", "rewards"},
+    "testing": COMMON | {"engines", "models", "rewards", "trainer", "warm_start"},
     "_gymnasium": {"plugins"},
     "__main__": {"cli"},
     "": {"_gymnasium", "_moved", "agents", "engines", "envs", "report.notebook", "rollout"}

@@ -37,7 +37,7 @@ PUBLIC_MODULES: list[str] = [
     "envs.tools",
     "loggers.base",
     "sandbox.process",
-    "testing",
+    "testing.engine_contract",
     "trainer.algorithms.advantages",
     "trainer.algorithms.losses",
 ]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from areal_gym.chat import Renderer, Tokenizer
-from areal_gym.engines.base import Generation, SamplingParams
-from areal_gym.errors import EngineError
+from areal_gym.engines.base import Generation, GrammarEngine, SamplingParams
+from areal_gym.errors import EngineError, GrammarError
 from areal_gym.types import FinishReason
 
 if TYPE_CHECKING:
@@ -139,13 +139,18 @@ class ScriptedEngine:
         """Return the script's next reply.
 
         Raises:
-            EngineError: the script is over, or the context is full.
+            EngineError: the script is over, the prompt is empty, or the context is full.
+            GrammarError: there is a grammar, and a subclass does not take any.
         """
         room = min(params.max_new_tokens, self.max_context - len(prompt_ids))
+        if not prompt_ids:
+            raise EngineError("the prompt is empty")
         if room <= 0:
             raise EngineError(
                 f"a prompt of {len(prompt_ids)} tokens fills the context of {self.max_context}"
             )
+        if params.grammar is not None and not isinstance(self, GrammarEngine):
+            raise GrammarError("a script is not constrained by a grammar")
         self.num_calls += 1
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1

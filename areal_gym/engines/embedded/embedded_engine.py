@@ -26,7 +26,7 @@ from areal_gym.engines.embedded.cached_network import CacheLayout
 from areal_gym.engines.embedded.network import checkpoint_network, decoder_network
 from areal_gym.engines.embedded.requests import EngineStats, Request
 from areal_gym.engines.embedded.scheduler import Scheduler
-from areal_gym.errors import ConfigError, EngineError
+from areal_gym.errors import ConfigError, EngineError, GrammarError
 from areal_gym.models.backend import Backend, ModelLoader
 from areal_gym.models.tiny.decoder import Decoder
 
@@ -154,6 +154,7 @@ class EmbeddedEngine:
 
         Raises:
             EngineError: an empty prompt, one that fills the context, or the engine has stopped.
+            GrammarError: there is a grammar.
         """
         request = self._request(prompt_ids, params, session)
         with self._sampling([request]):
@@ -204,6 +205,11 @@ class EmbeddedEngine:
         if not prompt_ids or room <= 0:
             raise EngineError(
                 f"a prompt of {len(prompt_ids)} tokens; 1 to {self.max_context - 1} fit"
+            )
+        if params.grammar is not None:
+            raise GrammarError(
+                "the embedded engine cannot constrain its output",
+                hints=["engines with grammars: engine.id=sglang, engine.id=vllm"],
             )
         return Request(
             prompt_ids=tuple(prompt_ids),

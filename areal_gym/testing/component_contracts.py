@@ -1,12 +1,4 @@
-"""The contracts of losses, advantage estimators and rewards, for the tests of plugin authors.
-
-    from areal_gym.testing import check_advantage_estimator, check_policy_loss
-
-    def test_my_loss():
-        check_policy_loss(my_loss, clip_high=0.3)
-
-Each check raises an AssertionError that names the rule, and returns nothing.
-"""
+"""The contracts of losses, advantage estimators and rewards."""
 
 from __future__ import annotations
 
@@ -24,8 +16,6 @@ if TYPE_CHECKING:
     from areal_gym.rewards import RewardSet
     from areal_gym.trainer.algorithms.advantages import AdvantageEstimator, AdvantageInputs
     from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput, PolicyLoss
-
-__all__ = ["check_advantage_estimator", "check_policy_loss", "check_reward"]
 
 Compares = Literal["siblings", "batch", "nothing"]
 
