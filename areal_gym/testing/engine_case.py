@@ -1,4 +1,4 @@
-"""What the rules of engines share: abilities, one open engine, requests and comparisons."""
+"""Shared parts of the engine rules: abilities, one open engine, requests and comparisons."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineAbilities:
-    """What an engine declares. What it does not declare, it must refuse, or not have at all."""
+    """The abilities that an engine declares; it must refuse all others, or not have them."""
 
     has_model: bool = True
     """It samples the checkpoint. False: a script answers, and only the forms are checked."""
