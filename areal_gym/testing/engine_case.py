@@ -167,8 +167,8 @@ class EngineCase:
             not any(i in stops for i in ids[:-1]),
             f"it goes on after a stop token of {stops}: {ids}",
         )
-        num_stopped_early = turn.finish_reason is FinishReason.ABORT
-        require(not num_stopped_early, "a turn ends as aborted, and nobody has cancelled it")
+        is_aborted = turn.finish_reason is FinishReason.ABORT
+        require(not is_aborted, "a turn that was not cancelled ends as aborted")
 
     # ---- comparisons --------------------------------------------------------------------------
 
