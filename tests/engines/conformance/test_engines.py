@@ -39,7 +39,7 @@ def served(request, policies, tmp_path_factory):
         yield request.param, url
 
 
-@pytest.mark.slow
+@pytest.mark.long  # not yet seen to pass: what the real servers are declared to do was read in code
 @pytest.mark.parametrize("rule", ENGINE_RULES)
 def test_served_engine_keeps_the_contract(served, rule, policies):
     kind, url = served
