@@ -103,6 +103,26 @@ class PromptsEnv(TextEnv):
             is_terminated=not results,
         )
 
+    async def try_rewards(self, task: Task) -> None:
+        """Score a plausible answer to a task by the functions that are not built in.
+
+        Raises:
+            EnvError: a function fails, or returns no reward.
+        """
+        answer = task.data.get("gold", task.data.get("answer"))
+        completion = _PLAUSIBLE if answer is None else str(answer)
+        column = prompt_column(task.data, self._prompt_column)
+        prompt = plain_value(task.data[column]) if column is not None else ""
+        await self.rewards.try_own(
+            RewardInput(
+                completion=completion,
+                messages=(*messages_of(prompt), {"role": "assistant", "content": completion}),
+                prompt=prompt,
+                row=plain_value(task.data),
+                where=_place(task.id),
+            )
+        )
+
     def gold_action(self) -> str:
         """Return the row's `gold`, or else its `answer`; a row with neither is a UsageError."""
         for column in ("gold", "answer"):
@@ -119,6 +139,9 @@ class PromptsEnv(TextEnv):
         if column is None:  # a task that was given, from elsewhere
             raise UsageError(f"task {self.task.id} has no prompt")
         return plain_value(self.task.data[column])
+
+
+_PLAUSIBLE = "The answer is 42."
 
 
 def _place(task_id: str) -> str:

@@ -72,7 +72,8 @@ class RewardFunction:
         self._optional = [p.name for p in columns if p.default is not p.empty]
         self._required = [p.name for p in columns if p.default is p.empty]
         self._is_coroutine = _is_coroutine_function(function)
-        self._never_blocks = bool(getattr(function, "never_blocks", False))
+        self.never_blocks = bool(getattr(function, "never_blocks", False))
+        """Whether it is called directly on the event loop, as built-in rewards are."""
         self._call_in_thread = ThreadedCalls(function, self.timeout_s)
 
     @property
@@ -83,7 +84,7 @@ class RewardFunction:
     @property
     def is_quick(self) -> bool:
         """Whether it is called before the others and not beside them: it returns at once."""
-        return not self._is_coroutine and (self._never_blocks or self._call_in_thread.was_fast)
+        return not self._is_coroutine and (self.never_blocks or self._call_in_thread.was_fast)
 
     @property
     def file(self) -> Path | None:
@@ -108,7 +109,7 @@ class RewardFunction:
         """
         arguments = self._arguments(sample)
         try:
-            if self._never_blocks:
+            if self.never_blocks:
                 value = self.function(**arguments)
                 if inspect.isawaitable(value):
                     value = await self._awaited(value)

@@ -106,12 +106,22 @@ class RewardSet:
             for name, number in own_metrics.items():
                 metrics[f"{reward.name}_{name}"] = number
         if not is_scored:
-            names = ", ".join(reward.name for reward in self.rewards)
-            raise EnvError(
-                f"no reward applies to {sample.where or 'the row'}: {names} returned None; return "
-                "a number, or add a reward that applies to all rows"
-            )
+            raise self._none_applies(sample)
         return Score(reward=total, parts=parts, metrics=metrics)
+
+    async def try_own(self, sample: RewardInput) -> None:
+        """Call the functions that are not built in; errors as of `score`."""
+        own = [reward for reward in self.rewards if not reward.never_blocks]
+        values = [(await reward.score(sample))[0] for reward in own]
+        if own and len(own) == len(self) and all(value is None for value in values):
+            raise self._none_applies(sample)
+
+    def _none_applies(self, sample: RewardInput) -> EnvError:
+        names = ", ".join(reward.name for reward in self.rewards)
+        return EnvError(
+            f"no reward applies to {sample.where or 'the row'}: {names} returned None; return "
+            "a number, or add a reward that applies to all rows"
+        )
 
     def __iter__(self) -> Iterator[RewardFunction]:
         return iter(self.rewards)

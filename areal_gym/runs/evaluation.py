@@ -28,6 +28,7 @@ from areal_gym.runs.components import Components
 from areal_gym.runs.measuring import Watch, measure_policy, measure_texts
 from areal_gym.runs.open_engine import open_engine
 from areal_gym.runs.policy_directory import policy_directory
+from areal_gym.runs.reward_trial import try_rewards
 from areal_gym.runs.run_display import Display
 from areal_gym.runs.task_counts import announce_heldout
 from areal_gym.utils.blocking import run_to_end
@@ -157,6 +158,7 @@ async def _evaluate(
     config = job.config
     components = Components.of(config)
     announce_heldout(config, components, display.say)
+    await try_rewards(components, config.eval.split, display.say)
     await components.announce_sandboxes(display.say)
     watch = Watch(display.advance, writer)
     label = f"evaluate ({'greedy' if job.greedy else 'sampled'})"

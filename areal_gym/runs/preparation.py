@@ -22,9 +22,11 @@ from areal_gym.runs.logger_threads import Loggers
 from areal_gym.runs.policy_directory import hash_of_policy, policy_directory, require_same_start
 from areal_gym.runs.restarts import Restarts
 from areal_gym.runs.resume import require_resumable
+from areal_gym.runs.reward_trial import try_rewards
 from areal_gym.runs.run_display import Display
 from areal_gym.runs.run_inputs import save_inputs
 from areal_gym.runs.task_counts import announce_tasks
+from areal_gym.utils.blocking import run_to_end
 from areal_gym.utils.command_words import quoted
 from areal_gym.utils.statistics import cpu_s
 from areal_gym.version import __version__
@@ -116,6 +118,7 @@ def prepare_run(
     _announce(config, directory, display)
     if components is not None and not is_supervised:
         config = announce_tasks(config, components, display.say)
+        run_to_end(try_rewards(components, "train", display.say))
         _warn_of_contamination(config, components, display)
     policy, warm_start = policy_directory(config, components, display)
     if is_resumed:

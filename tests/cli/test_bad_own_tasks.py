@@ -35,6 +35,9 @@ hangs.timeout_s = 0.05
 def none(completion):
     return None
 
+def sometimes(completion, answer):
+    return {"3": 1.0}[answer]
+
 def needs(completion, solution):
     return 1.0
 
@@ -78,10 +81,17 @@ def train(tmp_path, monkeypatch, tiny_policy, capsys):
         ("none", ["no reward applies to row ", "return a number"]),
     ],
 )
-def test_a_broken_reward_ends_the_run_with_its_own_message(train, reward, words):
-    said = train("--data", "rows.jsonl", "--reward", f"mine.py:{reward}")
-    for word in words:
+def test_a_broken_reward_is_told_of_before_anything_starts(train, tmp_path, reward, words):
+    said = train("--data", "rows.jsonl", "--reward", f"mine.py:{reward}", model="starter")
+    for word in [*words, "tried before the start, on 3 of the rows"]:
         assert word in said
+    assert "warm start" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_fails_for_some_rows_is_a_warning(train):
+    said = train("--data", "rows.jsonl", "--reward", "mine.py:sometimes")
+    assert "warning: reward 'sometimes' raised KeyError: '1' (mine.py, line " in said
 
 
 @pytest.mark.parametrize(

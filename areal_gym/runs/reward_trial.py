@@ -1,0 +1,54 @@
+"""Tries the user's reward functions on a few real rows, before anything is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from areal_gym.envs.prompts import PromptsEnv
+from areal_gym.errors import EpisodeError
+from areal_gym.runs.components import Components
+
+_NUM_ROWS = 3
+_TIME_LIMIT_S = 10.0
+
+
+async def try_rewards(components: Components, split: str, say: Callable[[str], None]) -> None:
+    """Score plausible answers to the first rows of a split by the user's own functions.
+
+    A function that scores one of them is called once. Built-in rewards are not called: a judge
+    costs money, and their arguments have been checked.
+
+    With tools a warning is all that a failure gives, because no tool has been called.
+
+    Raises:
+        EnvError: no answer can be scored; with the first reason.
+    """
+    env = components.make_env()
+    try:
+        if not isinstance(env, PromptsEnv):
+            return
+        rows = min(_NUM_ROWS, env.num_tasks(split) or _NUM_ROWS)
+        failures: list[EpisodeError] = []
+        async with asyncio.timeout(_TIME_LIMIT_S):
+            for place in range(rows):
+                try:
+                    await env.try_rewards(env.tasks.at(place, split))
+                    break
+                except EpisodeError as error:
+                    failures.append(error)
+    except TimeoutError:
+        say(f"warning: the reward took more than {_TIME_LIMIT_S:g} s for an answer to one row")
+        return
+    finally:
+        await env.aclose()
+    if not failures:
+        return
+    error = failures[0]
+    if len(failures) < rows or env.tools:
+        say(f"warning: {error.message}: episodes like this are in no batch")
+        return
+    raise type(error)(
+        f"{error.message} (tried before the start, on {rows} of the rows)",
+        hints=[*error.hints, "try it on rows: areal-gym check --data DATA --reward REWARD"],
+    )
