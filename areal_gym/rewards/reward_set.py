@@ -12,7 +12,7 @@ from typing import Any
 from areal_gym.errors import ConfigError, EnvError, UnknownIdError, choices
 from areal_gym.plugins import RewardSpec, registry
 from areal_gym.rewards.base import RewardInput, Score
-from areal_gym.rewards.reward_function import RewardFunction
+from areal_gym.rewards.reward_function import Result, RewardFunction
 from areal_gym.utils.code_references import is_code_reference, load_reference
 from areal_gym.utils.markup import short
 
@@ -81,6 +81,12 @@ class RewardSet:
             RewardError: a reward is not a finite number.
             EnvError: a reward raised, took too long, or none of them applies to the row.
         """
+        if len(self.rewards) == 1:
+            (reward,) = self.rewards
+            value, own_parts, own_metrics = await reward.score(sample)
+            if value is not None and not own_parts and not own_metrics:  # the usual case
+                return Score(reward=0.0 + reward.weight * value, parts={reward.name: value})
+            return self._joined({reward: (value, own_parts, own_metrics)}, sample)
         results = {r: await r.score(sample) for r in self.rewards if r.is_quick}
         slow = [reward for reward in self.rewards if reward not in results]
         if len(slow) == 1:
@@ -93,6 +99,9 @@ class RewardSet:
                 if isinstance(result, BaseException):
                     raise result
                 results[reward] = result
+        return self._joined(results, sample)
+
+    def _joined(self, results: Mapping[RewardFunction, Result], sample: RewardInput) -> Score:
         total, parts, metrics, is_scored = 0.0, {}, {}, False
         for reward in self.rewards:
             value, own_parts, own_metrics = results[reward]

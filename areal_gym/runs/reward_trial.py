@@ -44,11 +44,11 @@ async def try_rewards(components: Components, split: str, say: Callable[[str], N
         await env.aclose()
     if not failures:
         return
-    error = failures[0]
+    first = failures[0]
     if len(failures) < rows or env.tools:
-        say(f"warning: {error.message}: episodes like this are in no batch")
+        say(f"warning: {first.message}: episodes like this are in no batch")
         return
-    raise type(error)(
-        f"{error.message} (tried before the start, on {rows} of the rows)",
-        hints=[*error.hints, "try it on rows: areal-gym check --data DATA --reward REWARD"],
+    raise type(first)(
+        f"{first.message} (tried before the start, on {rows} of the rows)",
+        hints=[*first.hints, "try it on rows: areal-gym check --data DATA --reward REWARD"],
     )
