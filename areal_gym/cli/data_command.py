@@ -82,11 +82,13 @@ def pull_command(
 def _pull(source: str, to: Path | None, more: Mapping[str, Any]) -> tuple[Path, str, Path | None]:
     """Download; return what was downloaded, and the variable that names the directory."""
     from areal_gym.envs.benchmarks.benchmark_pull import pull_benchmark
+    from areal_gym.envs.benchmarks.left_out import require_not_left_out
     from areal_gym.envs.tau2.benchmark_data import manifest
     from areal_gym.envs.tau2.pull import pull
 
     known = [entry.id for entry in registry().entries("benchmarks")]
     if source not in (*SOURCES, *known):
+        require_not_left_out(source)
         raise UsageError(
             f"no data {source!r} to download", hints=choices(source, (*SOURCES, *known))
         )

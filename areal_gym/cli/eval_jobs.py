@@ -138,7 +138,7 @@ _Target = tuple[str | None, dict[str, Any]]
 def _targets(envs: Sequence[str], benchmarks: Sequence[str], recipe: Path | None) -> list[_Target]:
     ids = [id for text in benchmarks for id in text.split(",") if id]
     if ids:
-        return [(id, registry().load("benchmarks", id).settings()) for id in dict.fromkeys(ids)]
+        return [(id, _benchmark_settings(id)) for id in dict.fromkeys(ids)]
     each = [env_flags([env]) for env in dict.fromkeys(envs) if not _has_weight(env)]
     if len(each) < 2 or len(each) < len(envs):
         return [(None, env_flags(envs))]  # with weights it is one environment, a mix
@@ -149,6 +149,15 @@ def _targets(envs: Sequence[str], benchmarks: Sequence[str], recipe: Path | None
         (None, flags if flags["env.id"] == trained else {**flags, "env.kwargs": {}})
         for flags in each
     ]
+
+
+def _benchmark_settings(id: str) -> Mapping[str, Any]:
+    from areal_gym.envs.benchmarks.left_out import require_not_left_out
+
+    if id not in {entry.id for entry in registry().entries("benchmarks")}:
+        require_not_left_out(id)
+    settings: Mapping[str, Any] = registry().load("benchmarks", id).settings()
+    return settings
 
 
 def _is_greedy(benchmark: str | None, request: Request) -> bool:

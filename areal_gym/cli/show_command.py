@@ -63,6 +63,9 @@ def _find(id: str, kind: str | None) -> Entry:
     kinds = [word for word in KINDS if any(e.id == id for e in registry().entries(word))]
     if not kinds:
         _refuse_path(id)
+        from areal_gym.envs.benchmarks.left_out import require_not_left_out
+
+        require_not_left_out(id)
         known = {entry.id for word in KINDS for entry in registry().entries(word)}
         near = did_you_mean(id, sorted(known))
         hints = [near, "see all: areal-gym list", *registry().absences()]

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from areal_gym.cli.app import run
 from areal_gym.config import load_config
 from areal_gym.envs.benchmarks.benchmark import Benchmark, DataFile
 from areal_gym.envs.benchmarks.benchmark_pull import pull_benchmark
@@ -59,6 +60,22 @@ def test_settings_are_valid_and_the_environment_takes_them(entry, tmp_path, monk
         env.reset(seed=0, options={"split": "test", "index": 0})
         assert env.step(env.gold_action())[1] == 1.0
         env.close()
+
+
+@pytest.mark.parametrize("name", ["bfcl", "BFCL_v3", "livecodebench-v6", "lcb"])
+@pytest.mark.parametrize(
+    "command", [["eval", "--benchmark"], ["data", "pull"], ["show"]], ids=lambda words: words[0]
+)
+def test_benchmarks_that_are_left_out_say_why(command, name, capsys):
+    assert run([*command, name]) == 2
+    said = capsys.readouterr().err
+    assert f"the benchmark '{name}' is not offered: " in said
+    assert "areal-gym list benchmarks" in said
+
+
+def test_unknown_benchmark_is_no_left_out_one(capsys):
+    assert run(["eval", "--benchmark", "gsm8"]) == 2
+    assert "did you mean 'gsm8k'?" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from areal_gym.envs.benchmarks.benchmark import Benchmark
+from areal_gym.envs.benchmarks.left_out import LEFT_OUT
 from areal_gym.plugins import registry
 
 
@@ -12,6 +13,8 @@ def benchmarks_table() -> str:
     for entry in registry().entries("benchmarks"):
         if entry.plugin.distribution == "areal-gym":
             sections.append(_section(entry.load(), entry.spec.summary))
+    reasons = "\n".join(f"- **{id}**: {reason}." for id, reason in LEFT_OUT.items())
+    sections.append(f"### Left out\n\n{reasons}\n")
     return "\n".join(sections)
 
 
