@@ -18,6 +18,7 @@ from areal_gym.run_dir.run_list import new_run_path
 from areal_gym.utils.files import path_hints, read_yaml
 
 if TYPE_CHECKING:
+    from areal_gym.config import RunConfig
     from areal_gym.runs.evaluation import EvalJob
 
 
@@ -88,6 +89,7 @@ def plan_of(request: Request) -> Plan:
 
 
 def _new(request: Request) -> Plan:
+    from areal_gym.config import RunConfig
     from areal_gym.runs.evaluation import EvalJob
 
     run_recipe, checkpoint = policy_files(request.run, request.checkpoint)
@@ -117,6 +119,8 @@ def _new(request: Request) -> Plan:
         places = [folder / name for name in _names([c.env.label for c in configs], targets)]
     jobs = []
     for (benchmark, _), config, place in zip(targets, configs, places, strict=True):
+        if checkpoint is None:
+            _require_other_than_starter(benchmark, config)
         if is_chosen:
             remember_settings(config)
         job = EvalJob(
@@ -151,13 +155,31 @@ def _targets(envs: Sequence[str], benchmarks: Sequence[str], recipe: Path | None
     ]
 
 
-def _benchmark_settings(id: str) -> Mapping[str, Any]:
+def _benchmark_settings(id: str) -> dict[str, Any]:
     from areal_gym.envs.benchmarks.left_out import require_not_left_out
 
     if id not in {entry.id for entry in registry().entries("benchmarks")}:
         require_not_left_out(id)
-    settings: Mapping[str, Any] = registry().load("benchmarks", id).settings()
+    settings: dict[str, Any] = registry().load("benchmarks", id).settings()
     return settings
+
+
+def _require_other_than_starter(benchmark: str | None, config: RunConfig) -> None:
+    """Raise UsageError for a starter, which learns training tasks: a file of a benchmark has none.
+
+    Raises:
+        UsageError: the model is the starter, and the benchmark's data are a file.
+    """
+    if benchmark is None or config.engine.model != "starter":
+        return
+    if registry().load("benchmarks", benchmark).data is not None:
+        raise UsageError(
+            f"which policy? {benchmark} has no training tasks to make a small policy from",
+            hints=[
+                "name a model: --model Qwen/Qwen3-0.6B, or the URL of a server",
+                "or a run: --run RUN",
+            ],
+        )
 
 
 def _is_greedy(benchmark: str | None, request: Request) -> bool:
@@ -193,6 +215,7 @@ def _names(env_ids: Sequence[str], targets: Sequence[_Target]) -> list[str]:
 
 
 def _resumed(request: Request) -> Plan:
+    from areal_gym.config import RunConfig
     from areal_gym.runs.evaluation import EvalJob
 
     assert request.out is not None

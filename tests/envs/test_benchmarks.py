@@ -78,6 +78,17 @@ def test_unknown_benchmark_is_no_left_out_one(capsys):
     assert "did you mean 'gsm8k'?" in capsys.readouterr().err
 
 
+def test_benchmark_without_a_model_asks_for_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AREAL_GYM_DATA", str(tmp_path))
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "test.jsonl").write_text(json.dumps(ROWS["math"]) + "\n")
+    assert run(["eval", "--benchmark", "gsm8k", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "which policy? gsm8k has no training tasks" in said
+    assert "--model Qwen/Qwen3-0.6B" in said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def server():
     content = b'{"question": "1+1?", "answer": "2"}\n'
