@@ -89,7 +89,6 @@ def plan_of(request: Request) -> Plan:
 
 
 def _new(request: Request) -> Plan:
-    from areal_gym.config import RunConfig
     from areal_gym.runs.evaluation import EvalJob
 
     run_recipe, checkpoint = policy_files(request.run, request.checkpoint)
@@ -215,7 +214,6 @@ def _names(env_ids: Sequence[str], targets: Sequence[_Target]) -> list[str]:
 
 
 def _resumed(request: Request) -> Plan:
-    from areal_gym.config import RunConfig
     from areal_gym.runs.evaluation import EvalJob
 
     assert request.out is not None
