@@ -1,6 +1,6 @@
 """The contract of places: what a backend starts, and what can be done with it.
 
-start -> run, put, listen -> freeze -> take -> aclose
+start -> run, put, listen -> freeze -> changes, take -> aclose
            ^__________________|  (a command starts a frozen place again)
 
 Failures of the machine (a build, a start, an engine that is gone) are SandboxErrors, never results.
@@ -49,6 +49,19 @@ class CommandResult:
     """Whether its time was over; all of its process group was killed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FileChanges:
+    """The differences of a place's files from its image, as absolute paths.
+
+    An added folder stands for all below it; a folder that only holds changes is not listed.
+    """
+
+    written: tuple[str, ...]
+    """Files, links and folders that are new or have another content."""
+    removed: tuple[str, ...]
+    """Paths of the image that are gone; one that was made anew is in both."""
+
+
 @runtime_checkable
 class Place(Protocol):
     """A started container without a network. Failures of the machine are SandboxErrors."""
@@ -72,6 +85,9 @@ class Place(Protocol):
 
     async def freeze(self) -> None:
         """End all processes; the files stay as they are."""
+
+    async def changes(self) -> FileChanges:
+        """Return how the files of a frozen place differ from those of its image."""
 
     async def take(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
         """Return an archive of files and folders of a frozen place, without following links.

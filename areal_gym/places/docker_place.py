@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from areal_gym.errors import SandboxError, SandboxUnreachableError
-from areal_gym.places.base import CommandResult
+from areal_gym.places.base import CommandResult, FileChanges
 from areal_gym.places.engine_calls import engine_errors, remove_container
 from areal_gym.places.listening import listen_inside
 
@@ -24,6 +24,8 @@ T = TypeVar("T")
 _OUTPUT_BYTES = 1 << 20
 _KILL_S = 5.0
 _KILLED = 137
+_MODIFIED, _REMOVED = 0, 2  # the engine's kinds of changes; 1 is what was added
+_GO_FOLDER = 1 << 31  # a folder, in a mode as Go writes it
 # The command's pid inside the place, which leads its session: how it is killed at its deadline.
 _WRAPPER = 'echo $$ >&2; exec "$@"'
 
@@ -134,6 +136,12 @@ class DockerPlace:
         await self._call(self._stop)
         self._is_frozen = True
 
+    async def changes(self) -> FileChanges:
+        """Return how the files of the frozen place differ from those of its image."""
+        if not self._is_frozen:
+            raise SandboxError("files are compared in a frozen place only: await place.freeze()")
+        return await self._call(self._changes)
+
     async def take(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
         """Return an archive of paths of a frozen place; no link is followed."""
         if not self._is_frozen:
@@ -224,6 +232,32 @@ class DockerPlace:
                     archive.addfile(entry)
             self._container.put_archive("/", buffer.getvalue())
         self._container.put_archive(path, tar)
+
+    def _changes(self) -> FileChanges:
+        entries = self._container.diff() or []
+        kinds = {str(entry["Path"]): int(entry["Kind"]) for entry in entries}
+        holders = {parent for path in kinds for parent in _parents(posixpath.dirname(path))}
+        written: list[str] = []
+        removed: list[str] = []
+        whole = ""
+        for path in sorted(kinds, key=lambda path: path.split("/")):
+            if whole and path.startswith(whole):
+                continue
+            is_holder = path in holders
+            if kinds[path] == _REMOVED:
+                removed.append(path)
+                if not is_holder:
+                    continue
+            elif kinds[path] == _MODIFIED and (is_holder or self._is_folder(path)):
+                continue
+            written.append(path)
+            whole = f"{path}/"
+        return FileChanges(written=tuple(written), removed=tuple(removed))
+
+    def _is_folder(self, path: str) -> bool:
+        stream, status = self._api.get_archive(self.id, path)
+        stream.close()
+        return bool(int(status["mode"]) & _GO_FOLDER)
 
     def _take(self, paths: Sequence[str], max_bytes: int) -> bytes:
         import docker

@@ -120,6 +120,39 @@ def test_files_go_in_and_come_out_of_a_frozen_place_and_links_are_not_followed(c
     assert again.stdout == b"hello"
 
 
+def test_changes_of_files_are_told_apart_from_those_of_the_image(client, tmp_path):
+    program = (
+        "import os, shutil\n"
+        "open('kept', 'a').write('more'); os.remove('gone'); os.makedirs('new/deep')\n"
+        "open('new/deep/file', 'w').close(); shutil.rmtree('again'); os.mkdir('again')\n"
+        "open('again/other', 'w').close(); open('still/x', 'w').close(); os.remove('still/x')\n"
+    )
+    for name in ("kept", "gone", "again/one", "still/y"):
+        file = tmp_path / "files" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("text")
+    (tmp_path / "Dockerfile").write_text(f"FROM {BASE}\nWORKDIR /app\nCOPY files .\n")
+
+    async def episode(place):
+        with pytest.raises(SandboxError, match="frozen"):
+            await place.changes()
+        made = await place.run(["python3", "-c", program], timeout_s=20)
+        await place.freeze()
+        return made, await place.changes(), place._container.image.id
+
+    made, changes, image = play(episode, PlaceImage(folder=tmp_path))
+    client.images.remove(image, force=True)
+    assert made.exit_code == 0, made.stderr
+    written = {path for path in changes.written if path.startswith("/app")}
+    removed = {path for path in changes.removed if path.startswith("/app")}
+    assert "/app/kept" in written
+    assert "/app/new" in written
+    assert written & {"/app/again", "/app/again/other"}
+    assert not written & {"/app", "/app/still", "/app/new/deep"}
+    assert "/app/gone" in removed
+    assert removed & {"/app/again", "/app/again/one"}
+
+
 def test_the_gateway_is_reached_inside_and_nothing_else(client):
     program = (
         "import socket\n"
