@@ -19,7 +19,7 @@ The observation is the text of the newest message; the messages ride in `info["m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, cast, final
 
@@ -27,20 +27,22 @@ import gymnasium
 import numpy as np
 
 from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, parse_assistant
-from areal_gym.envs.judging import JUDGE_ERRORS, JudgingBoundary, env_errors, is_caused_by_output
+from areal_gym.envs.judging import JudgingBoundary, env_errors, is_caused_by_output
 from areal_gym.envs.loops import run_on_kept_loop
 from areal_gym.envs.responses import (
     Info,
     Response,
     StepResult,
     ToolResults,
-    finite_reward,
+    refusal,
     require_messages,
+    step_result,
     tool_message,
 )
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, ToolError, UsageError
+from areal_gym.places import ProgramPlace
 from areal_gym.tasks.base import SampledTasks, TaskSource, choose_task, given_task
 from areal_gym.types import Message, Task, ToolCall
 from areal_gym.utils.markup import block, dialogue, pairs, short
@@ -60,25 +62,23 @@ class TextEnv(gymnasium.Env[str, str]):
     tools: Sequence[Tool] = ()
     """The tools that the policy may call, in the order in which the template lists them."""
     max_turns: int = 8
-    """Assistant messages after which an episode that has not terminated is truncated."""
+    """Assistant messages after which an episode is truncated."""
     tool_dialect: str | None = None
-    """The format of tool calls in an assistant's text (see `chat.tool_call_formats`); None: the
-    format of the model's own chat template."""
+    """The format of tool calls (`chat.tool_call_formats`); None: that of the chat template."""
     max_calls: int = 16
     """Tool calls that are run per message; the policy is told that the others were not."""
     max_tool_calls: int | None = None
     """Tool calls that are run per episode; the policy is told that later ones were not."""
     suspends: bool = False
-    """Set to True when `respond` or a tool really awaits (I/O, a sandbox): the synchronous `step`
-    then runs on a kept event loop. Otherwise `step` drives the coroutine directly (0.5 us)."""
+    """Set to True when `respond` or a tool really awaits: `step` then runs on a kept event loop.
+    Otherwise it drives the coroutine directly (0.5 us)."""
     has_gold: bool = True
     """Set to False if no perfect policy is known (a game of another library, say)."""
     process_variables: Mapping[str, str] = {}
     """Environment variables that another process needs to make the same environment."""
     judges_all_output: bool = False
-    """Set to True if any exception of `respond` or a tool is caused by the policy's output: the
-    episode then ends with reward 0 and a count in the metric `judge_errors`, instead of as a
-    failure of the environment. Failures of the machine stay failures (see `judging`)."""
+    """Set to True if any exception of `respond` or a tool is caused by the policy's output: it then
+    earns 0 and a count in `judge_errors`. Failures of the machine stay failures (`judging`)."""
 
     made_by: Callable[[], TextEnv] | None = None
     """Makes another instance like this one; set by `areal_gym.make`."""
@@ -121,6 +121,16 @@ class TextEnv(gymnasium.Env[str, str]):
         read and grade what the policy wrote inside `judging`, or set `judges_all_output`.
         """
         raise NotImplementedError(f"{type(self).__name__}.respond")
+
+    async def conclude(self) -> Response | None:
+        """Grade the episode as it stands: a limit outside of the environment (a full context, the
+        end of a program) ends it. None: the turns have earned all there is.
+        """
+        return None
+
+    async def program_place(self) -> ProgramPlace | None:
+        """Return where a program that plays the episode runs; None: on this machine."""
+        return None
 
     async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
         """Await resources for the next episode, before anything else; rarely overridden."""
@@ -212,13 +222,9 @@ class TextEnv(gymnasium.Env[str, str]):
         if len(calls) > num_allowed:
             num_refused = len(calls) - num_allowed
             num_errors += num_refused
-            limit = (
-                f"{num_refused} more calls were not run; at most {self.max_calls} are"
-                if num_allowed == self.max_calls
-                else f"{num_refused} calls were not run; the {self.max_tool_calls} of an episode "
-                "are used up: answer without a tool"
-            )
-            results.append({"role": "tool", "content": f"error: {limit}"})
+            is_of_message = num_allowed == self.max_calls
+            limit = self.max_calls if is_of_message else self.max_tool_calls or 0
+            results.append(refusal(num_refused, limit, is_of_message=is_of_message))
         return ToolResults(results, len(calls), num_errors, num_refused)
 
     async def _run_call(self, call: ToolCall) -> tuple[str, bool]:
@@ -250,11 +256,8 @@ class TextEnv(gymnasium.Env[str, str]):
         """Start an episode.
 
         `options={"task": {...}}` (or a `Task`) chooses the task itself;
-        `{"split": ..., "index": i}` is handed to `sample_task`.
-
-        Raises:
-            UsageError: the options name no task.
-            EnvError: the environment's own code failed.
+        `{"split": ..., "index": i}` is handed to `sample_task`. Raises UsageError if the options
+        name no task, EnvError if the environment's own code failed.
         """
         if self.prepares:
             return run_on_kept_loop(self.areset(seed=seed, options=options))
@@ -335,36 +338,35 @@ class TextEnv(gymnasium.Env[str, str]):
         self.num_turns += 1
         self.tool_s = 0.0
         self._judging_boundary.num_errors = 0
-        response = await self._guarded_response(message)
-        source = f"{type(self).__name__}.respond"
-        if not isinstance(response, Response):
-            raise EnvError(f"{source} gave {response!r}, which is not a Response")
-        messages = tuple(response.messages)
-        require_messages(messages, source)
-        reward = finite_reward(response.reward, source)
-        is_terminated = response.is_terminated
-        is_truncated = not is_terminated and (
-            response.is_truncated or self.num_turns >= self.max_turns
-        )
-        self._is_over = is_terminated or is_truncated
-        self._messages += messages
-        info: Info = {"messages": messages, "task_id": self.task.id}
-        if response.reward_parts:
-            info["reward_parts"] = dict(response.reward_parts)
-        metrics = dict(response.metrics)
-        if self._judging_boundary.num_errors:
-            metrics[JUDGE_ERRORS] = metrics.get(JUDGE_ERRORS, 0) + self._judging_boundary.num_errors
-        if metrics:
-            info["metrics"] = metrics
-        if is_truncated:
-            info["truncated_by"] = "env" if response.is_truncated else "max_turns"
-        observation = messages[-1]["content"] if messages else ""
-        return StepResult(observation, reward, is_terminated, is_truncated, info)
+        response = await self._guarded(lambda: self.respond(message))
+        result = self._result_of(response, "respond")
+        self._is_over = result.terminated or result.truncated
+        return result
 
-    async def _guarded_response(self, message: Message) -> Response:
-        """Call `respond`; an exception ends the episode, as a failure or as a wrong answer."""
+    @final
+    async def aconclude(self) -> StepResult | None:
+        """Call `conclude`, unless the episode is over already."""
+        if self._is_over:
+            return None
+        self._is_over = True
+        response = await self._guarded(self.conclude)
+        return None if response is None else self._result_of(response, "conclude")
+
+    def _result_of(self, response: Response | None, method: str) -> StepResult:
+        source = f"{type(self).__name__}.{method}"
+        result = step_result(response, source, self.task.id, self._judging_boundary.num_errors)
+        is_truncated = not result.terminated and (
+            result.truncated or self.num_turns >= self.max_turns
+        )
+        if is_truncated:
+            result.info["truncated_by"] = "env" if result.truncated else "max_turns"
+        self._messages += result.info["messages"]
+        return result._replace(truncated=is_truncated)
+
+    async def _guarded(self, answer: Callable[[], Awaitable[Response | None]]) -> Response | None:
+        """Await an answer; an exception ends the episode, as a failure or as a wrong answer."""
         try:
-            return await self.respond(message)
+            return await answer()
         except BaseException as error:
             if self.judges_all_output and is_caused_by_output(error):
                 self._judging_boundary.num_errors += 1

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.base import Response, StepResult, TextEnv
 from areal_gym.errors import UsageError, choices
+from areal_gym.places import ProgramPlace
 from areal_gym.plugins import registry
 from areal_gym.tasks.base import SampledTasks, TaskSource, asked_for
 from areal_gym.types import Message, Task
@@ -116,15 +117,16 @@ class MixedEnv(TextEnv):
 
     async def respond(self, message: Message) -> Response:
         """Return the response of the task's environment."""
-        step = await self.playing.astep(message)
-        return Response(
-            messages=step.info["messages"],
-            reward=step.reward,
-            reward_parts=step.info.get("reward_parts", {}),
-            is_terminated=step.terminated,
-            is_truncated=step.truncated and step.info.get("truncated_by") == "env",
-            metrics=step.info.get("metrics", {}),
-        )
+        return _response_of(await self.playing.astep(message))
+
+    async def conclude(self) -> Response | None:
+        """Let the task's environment grade the episode as it stands."""
+        step = await self.playing.aconclude()
+        return None if step is None else _response_of(step)
+
+    async def program_place(self) -> ProgramPlace | None:
+        """Return where programs play the task's environment."""
+        return await self.playing.program_place()
 
     async def aclose(self) -> None:
         """Release what the environments hold."""
@@ -166,6 +168,17 @@ class MixedEnv(TextEnv):
             turns.append((number, counts[number]))
             counts[number] += 1
         return turns[index]
+
+
+def _response_of(step: StepResult) -> Response:
+    return Response(
+        messages=step.info["messages"],
+        reward=step.reward,
+        reward_parts=step.info.get("reward_parts", {}),
+        is_terminated=step.terminated,
+        is_truncated=step.truncated and step.info.get("truncated_by") == "env",
+        metrics=step.info.get("metrics", {}),
+    )
 
 
 def _task_of(name: str, task: Task) -> Task:

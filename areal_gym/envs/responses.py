@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from areal_gym.envs.judging import JUDGE_ERRORS
 from areal_gym.errors import EnvError, RewardError
 from areal_gym.types import Message, ToolCall
 from areal_gym.utils.markup import short
@@ -63,6 +64,17 @@ def tool_message(call: ToolCall, content: str) -> Message:
     return {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
 
 
+def refusal(num_refused: int, limit: int, *, is_of_message: bool) -> Message:
+    """Return the message about calls that were not run: beyond a message's or episode's limit."""
+    text = (
+        f"{num_refused} more calls were not run; at most {limit} are"
+        if is_of_message
+        else f"{num_refused} calls were not run; the {limit} of an episode are used up: answer "
+        "without a tool"
+    )
+    return {"role": "tool", "content": f"error: {text}"}
+
+
 def require_messages(messages: Sequence[Message], source: str) -> None:
     """Raise EnvError unless every message that the method `source` gave has a role and a text."""
     for message in messages:
@@ -72,6 +84,26 @@ def require_messages(messages: Sequence[Message], source: str) -> None:
                 f"{source} gave {short(message)}, which is not a message: it needs a role "
                 f"({', '.join(_ROLES)}) and a content that is text"
             )
+
+
+def step_result(response: object, source: str, task_id: str, num_judge_errors: int) -> StepResult:
+    """Return the step that a response of the method `source` makes; raise EnvError for others."""
+    if not isinstance(response, Response):
+        raise EnvError(f"{source} gave {response!r}, which is not a Response")
+    messages = tuple(response.messages)
+    require_messages(messages, source)
+    reward = finite_reward(response.reward, source)
+    info: Info = {"messages": messages, "task_id": task_id}
+    if response.reward_parts:
+        info["reward_parts"] = dict(response.reward_parts)
+    metrics = dict(response.metrics)
+    if num_judge_errors:
+        metrics[JUDGE_ERRORS] = metrics.get(JUDGE_ERRORS, 0) + num_judge_errors
+    if metrics:
+        info["metrics"] = metrics
+    observation = messages[-1]["content"] if messages else ""
+    is_truncated = response.is_truncated and not response.is_terminated
+    return StepResult(observation, reward, response.is_terminated, is_truncated, info)
 
 
 def finite_reward(reward: object, source: str) -> float:

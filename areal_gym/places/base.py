@@ -100,6 +100,18 @@ class Place(Protocol):
         """Remove the place and all that belongs to it. May be called twice."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProgramPlace:
+    """The place in which a program plays an episode, and the limits that the task gives it."""
+
+    place: Place
+    user: str | int | None = None
+    """The user of the program; None: the place's own."""
+    workdir: str | None = None
+    timeout_s: float | None = None
+    """The seconds that are left to it."""
+
+
 @runtime_checkable
 class Places(Protocol):
     """A backend: starts places."""

@@ -21,7 +21,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,7 +41,7 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.recording import ContextFullError, InFlight, Recorder, TurnDraft
-from areal_gym.types import Message, StopReason, Task, ToolCall, Trajectory
+from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from areal_gym.gateway.session import Session
@@ -132,7 +132,8 @@ async def _play_to_end(
     except EpisodeError as error:
         episode.recorder.fail(error)
     except _EpisodeOver:
-        pass
+        with suppress(EpisodeError):  # it is recorded
+            await episode.conclude()
     except TimeoutError:
         failure: EpisodeError = EpisodeTimeoutError(f"the episode took more than {timeout_s:g} s")
         if isinstance(engine, InterruptedEngine) and (
@@ -212,7 +213,20 @@ class _RecordedEpisode:
         finally:
             turn.env_s += time.perf_counter() - start
             turn.tool_s += self.env.tool_s
-        return self.recorder.add_step(turn, result)
+        result = self.recorder.add_step(turn, result)
+        if turn.finish_reason is FinishReason.LENGTH:
+            await self.conclude()
+        return result
+
+    async def conclude(self) -> None:
+        """Let the environment grade the episode as it stands, unless it has ended it itself."""
+        record, stop_reason = self.recorder, self.recorder.stop_reason
+        if not record.turns or record.error is not None:
+            return
+        result = await self.of_env(self.env.aconclude, "conclude")
+        if result is not None:
+            record.add_step(record.turns[-1], result)
+            record.stop_reason = stop_reason or record.stop_reason
 
     async def access(self, *, max_calls: int) -> PolicyEndpoint:
         if self._session is None:
@@ -260,6 +274,8 @@ class _RecordedEpisode:
         if reward is not None:
             self.give_reward(reward)
         if not record.is_over or limit is not None:
+            if reward is None:
+                await self.conclude()
             own = StopReason.MAX_TURNS if is_truncated else StopReason.COMPLETED
             record.stop_reason = limit or own
 

@@ -116,6 +116,51 @@ def test_full_context_truncates_between_turns():  # trap 16
     assert trajectory.reward == 0.25 * engine.num_calls
 
 
+class GradedAtAnyEnd(Once):
+    """Grades what is there, whatever ends the episode; text `good` is worth 1."""
+
+    max_turns = 99
+
+    def __init__(self):
+        super().__init__(lambda message: Response(messages=[{"role": "user", "content": "more"}]))
+
+    async def conclude(self):
+        is_good = any("good" in m["content"] for m in self.messages if m["role"] == "assistant")
+        return Response(reward=float(is_good), is_terminated=True, reward_parts={"late": 1.0})
+
+
+def test_limits_outside_of_the_environment_let_it_grade_what_is_there():
+    cut = play(GradedAtAnyEnd(), ["good" * 20], params=SamplingParams(max_new_tokens=10))
+    assert (cut.stop_reason, cut.reward) == (StopReason.MAX_TOKENS, 1.0)
+    full = play(GradedAtAnyEnd(), ScriptedEngine(["good"] * 99, max_context=300))
+    assert (full.stop_reason, full.reward) == (StopReason.MAX_TOKENS, 1.0)
+    assert full.turns[-1].reward == 1.0
+
+    async def stop_early(episode):
+        await episode.act(await episode.ask(episode.first_messages))
+        await episode.finish()
+
+    ended = play(GradedAtAnyEnd(), ["good"], FunctionAgent(stop_early))
+    assert (ended.stop_reason, ended.reward) == (StopReason.COMPLETED, 1.0)
+    assert ended.reward_parts == {"late": 1.0}
+
+    async def reward_itself(episode):
+        await episode.ask(episode.first_messages)
+        await episode.finish(reward=0.5)
+
+    assert play(GradedAtAnyEnd(), ["good"], FunctionAgent(reward_itself)).reward == 0.5
+
+
+def test_an_error_while_grading_what_is_there_is_a_failure():
+    class Failing(GradedAtAnyEnd):
+        async def conclude(self):
+            raise SandboxError("the place is gone")
+
+    full = play(Failing(), ScriptedEngine(["good"] * 99, max_context=300))
+    assert full.stop_reason is StopReason.SANDBOX_ERROR
+    assert full.reward == 0.0
+
+
 def test_first_prompt_beyond_the_context_is_a_truncation_without_tokens():
     trajectory = play(Sums(), ScriptedEngine(["x"], max_context=20))
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
