@@ -52,6 +52,7 @@ def run_part(name: str, options: argparse.Namespace, limit_s: float) -> dict[str
         "gpu": options.gpu,
         "is_toy": options.toy,
         "sglang_python": options.sglang_python,
+        "uses_stand_in": options.stand_in,
         "limit_s": max(1.0, limit_s - _END_S),
     }
     start_s = time.monotonic()
@@ -136,6 +137,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60, help="no part begins later")
     parser.add_argument("--parts", default=",".join(LIMITS), help="names, by commas")
     parser.add_argument("--sglang-python", help="the Python of an environment with SGLang")
+    parser.add_argument(
+        "--stand-in",
+        action="store_true",
+        help="publish to areal-gym's own stand-in for SGLang, on the same GPU",
+    )
     parser.add_argument("--toy", action="store_true", help="toy size, on a CPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)

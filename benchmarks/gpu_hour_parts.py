@@ -50,6 +50,7 @@ class Job:
     is_toy: bool
     sglang_python: str | None
     limit_s: float
+    uses_stand_in: bool = False
 
     @property
     def policy(self) -> Path:
@@ -186,10 +187,10 @@ def run(job: Job, *overrides: str) -> tuple[RunDir, dict[str, Any]]:
 
 
 def served(job: Job) -> list[str]:
-    """Return the settings of one SGLang server beside the trainer; a stand-in at toy size."""
+    """Return the settings of one SGLang server beside the trainer, or of a stand-in for it."""
     command = [job.sglang_python or sys.executable, "-m", "sglang.launch_server"]
     arguments = ["--dtype", "bfloat16", "--mem-fraction-static", "0.35"]
-    if job.is_toy:
+    if job.is_toy or job.uses_stand_in:
         command, arguments = [sys.executable, "-m", "areal_gym.engines.sglang.fake"], []
     elif job.sglang_python is None and importlib.util.find_spec("sglang") is None:
         raise CannotRun("SGLang is not installed here: --sglang-python PYTHON names one")

@@ -89,15 +89,20 @@ class VarlenPlan(NamedTuple):
         """Compute attention as `Attend` does, [N, H, D]; `kernel` is torch's by default."""
         kernel = kernel or _kernel()
         assert kernel is not None
-        out_NHD: Tensor = kernel(
-            # Rotation is in float32 even if autocast computes the rest in bfloat16.
-            q_NHD.to(v_NKD.dtype),
-            k_NKD.to(v_NKD.dtype)[self.key_index_P],
-            v_NKD[self.key_index_P],
-            *self[1:],
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=True,
-        )
+        # Rotation is in float32 even if autocast computes the rest in bfloat16.
+        k_PKD, v_PKD = k_NKD.to(v_NKD.dtype)[self.key_index_P], v_NKD[self.key_index_P]
+        known = inspect.signature(kernel).parameters
+        options: dict[str, Any] = {"enable_gqa": True}
+        if "enable_gqa" not in known:  # before torch 2.12: as many heads of keys as of queries
+            options = {}
+            k_PKD, v_PKD = (
+                x.repeat_interleave(q_NHD.shape[1] // x.shape[1], dim=1) for x in (k_PKD, v_PKD)
+            )
+        if "window_size" in known:
+            options["window_size"] = (-1 if window is None else window - 1, 0)
+        else:
+            options["is_causal"] = True
+        out_NHD: Tensor = kernel(q_NHD.to(v_NKD.dtype), k_PKD, v_PKD, *self[1:], **options)
         return out_NHD
 
 
@@ -118,7 +123,7 @@ class PackedBatch:
         self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None, softcap: float | None
     ) -> Tensor:
         """Compute the attention of this batch; see `Attend`."""
-        if fits_kernel(v_NKD, softcap):
+        if fits_kernel(v_NKD, softcap, window):
             return self.varlen_plan.attend(q_NHD, k_NKD, v_NKD, window)
         if softcap is None and has_kernel(q_NHD, k_NKD, v_NKD):
             return attend(q_NHD, k_NKD, v_NKD, self.segments_S6, window)
@@ -255,14 +260,15 @@ def causal_attend(lengths: Sequence[int]) -> Attend:
     return attend
 
 
-def fits_kernel(v_NKD: Tensor, softcap: float | None) -> bool:
+def fits_kernel(v_NKD: Tensor, softcap: float | None, window: int | None = None) -> bool:
     """Return whether the kernel supports these: on a GPU, in 16 bits, without soft caps."""
     return bool(
         v_NKD.dtype in (torch.float16, torch.bfloat16)
         and softcap is None
         and v_NKD.shape[-1] <= _MAX_HEAD_DIM
         and has_varlen_attention(v_NKD.device)
-        and _kernel()
+        and (kernel := _kernel()) is not None
+        and (window is None or "window_size" in inspect.signature(kernel).parameters)
     )
 
 
@@ -273,4 +279,4 @@ def _kernel() -> Callable[..., Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
+    return varlen_attn

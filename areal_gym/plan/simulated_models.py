@@ -207,7 +207,7 @@ def _grouped_product(left: Tensor, right: Tensor, ends_E: Tensor, *_: Any) -> Te
 # ---- attention ---------------------------------------------------------------------------------
 
 
-def _fits_kernel(v_NKD: Tensor, softcap: float | None) -> bool:
+def _fits_kernel(v_NKD: Tensor, softcap: float | None, window: int | None = None) -> bool:
     """Return whether the variable-length kernel of accelerators supports these."""
     is_short = v_NKD.dtype in (torch.float16, torch.bfloat16)
     return is_short and softcap is None and v_NKD.shape[-1] <= _MAX_HEAD_DIM
@@ -228,7 +228,14 @@ class _FusedAttention(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 
-def _fused_attention(q_NHD: Tensor, k_PKD: Tensor, v_PKE: Tensor, *_: Any, **__: Any) -> Tensor:
+def _fused_attention(
+    q_NHD: Tensor,
+    k_PKD: Tensor,
+    v_PKE: Tensor,
+    *_: Any,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
     attention: Any = _FusedAttention
     out_NHE: Tensor = attention.apply(q_NHD, k_PKD, v_PKE)
     return out_NHE

@@ -65,7 +65,8 @@ def test_offloaded_trainer_goes_on_with_the_same_numbers(policy):
         assert {tensor.device.type for tensor in everything(moved)} == {"cpu"}
         moved.reload()
         ours, theirs = moved.step(batch(), step), plain.step(batch(), step)
-        assert ours["train/grad_norm"] == theirs["train/grad_norm"]
+        # Sums by atomic additions have no fixed order on GPUs.
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-6)
 
 
 def test_server_that_dies_asleep_gets_the_weights_when_it_is_back(policy, tmp_path):

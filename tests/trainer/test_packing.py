@@ -122,9 +122,29 @@ def some_rows(seed):
     return rows
 
 
-@pytest.mark.parametrize("window", [None, 3, 100])
+def without_groups(q, k, v, query_ends, key_ends, most_q, most_k, *, window_size):
+    """The kernel of torch 2.11: as many heads of keys as of queries."""
+    assert q.shape[1] == k.shape[1] == v.shape[1]
+    bounds = (query_ends, key_ends, most_q, most_k)
+    return by_the_book(q, k, v, *bounds, window_size=window_size, enable_gqa=True)
+
+
+def without_windows(q, k, v, query_ends, key_ends, most_q, most_k, is_causal=False):
+    """The kernel of torch 2.9 and 2.10: causal, or not."""
+    assert is_causal
+    return without_groups(q, k, v, query_ends, key_ends, most_q, most_k, window_size=(-1, 0))
+
+
+@pytest.mark.parametrize(
+    ("window", "kernel"),
+    [
+        *((window, by_the_book) for window in (None, 3, 100)),
+        *((window, without_groups) for window in (None, 3)),
+        (None, without_windows),
+    ],
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_varlen_kernel_arguments_match_the_masked_blocks(window, seed):
+def test_varlen_kernel_arguments_match_the_masked_blocks(window, kernel, seed):
     batch = pack(some_rows(seed))
     generator = torch.Generator().manual_seed(seed)
     num_tokens = len(batch.token_ids_N)
@@ -133,7 +153,7 @@ def test_varlen_kernel_arguments_match_the_masked_blocks(window, seed):
         for heads in (4, 2, 2)
     )
     expected = batch.attend(q, k, v, window, None)
-    found = batch.varlen_plan.attend(q, k, v, window=window, kernel=by_the_book)
+    found = batch.varlen_plan.attend(q, k, v, window=window, kernel=kernel)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     weights = torch.randn(expected.shape, generator=generator)
     gradients = [torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (found, expected)]

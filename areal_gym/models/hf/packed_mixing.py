@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from areal_gym.errors import TrainError
@@ -53,12 +54,16 @@ class PackedMixing:
 
     def _attend(self, q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, rules: ScoreRules) -> Tensor:
         width = q_NHD.shape[-1]
-        if rules.sinks_H is None and rules.chunk is None and v_NKE.shape[-1] == width:
+        if rules.sinks_H is None and rules.chunk is None and v_NKE.shape[-1] <= width:
             if not math.isclose(rules.scale, width**-0.5, rel_tol=1e-9):
                 q_NHD = q_NHD * (rules.scale * math.sqrt(width))  # `attend` divides by sqrt(D)
-            return self._batch.attend(
-                q_NHD, k_NKD, v_NKE, window=rules.window, softcap=rules.softcap
+            # Kernels want values as wide as keys; in latent attention they are narrower.
+            num_missing = width - v_NKE.shape[-1]
+            v_NKD = F.pad(v_NKE, (0, num_missing)) if num_missing else v_NKE
+            out_NHD = self._batch.attend(
+                q_NHD, k_NKD, v_NKD, window=rules.window, softcap=rules.softcap
             )
+            return out_NHD[..., : width - num_missing]
         blocks, inverse_N = self._batch.rectangles
         outputs = []
         for block in blocks:

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -112,12 +113,14 @@ def require_exact_packing(model: PolicyModel, config: TrainerConfig) -> None:
     """
     device = next(model.parameters()).device
     with autocast(device, config):
-        model.check_packing(_pack, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+        model.check_packing(
+            partial(_pack, device), torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        )
     drop_gathered(model)
 
 
-def _pack(rows: Sequence[Sequence[int]], num_shared: int) -> PackedBatch:
-    return pack([Row(token_ids=row, num_shared=num_shared) for row in rows])
+def _pack(device: torch.device, rows: Sequence[Sequence[int]], num_shared: int) -> PackedBatch:
+    return pack([Row(token_ids=row, num_shared=num_shared) for row in rows], device)
 
 
 def prepare_decoder(decoder: PolicyModel, config: TrainerConfig, ranks: Ranks) -> None:
