@@ -16,7 +16,7 @@ from areal_gym.models.device import visible_gpu
 from areal_gym.trainer.weight_sync import make_weight_sync
 from areal_gym.trainer.weight_sync.flat_buckets import flat_buckets
 from areal_gym.trainer.weight_sync.local_servers import find_local_server, is_descendant
-from areal_gym.trainer.weight_sync.memory_handles import host_buffer
+from areal_gym.trainer.weight_sync.memory_handles import handle_of, host_buffer, metadata_of
 from areal_gym.trainer.weight_sync.tensor import _Post, _Routes
 from tests._support.sglang_servers import POLICY, fake, website
 
@@ -32,6 +32,25 @@ print(listener.getsockname()[1], flush=True)
 sys.stdin.read()
 """
 ROUTE = "/update_weights_from_tensor"
+OPEN_BUCKET = """
+import base64, io, pickle, sys
+import torch
+from torch.multiprocessing import reductions
+
+def rebuild(*arguments):
+    ids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    return reductions.rebuild_cuda_tensor(*arguments[:6], ids.index(arguments[6]), *arguments[7:])
+
+class Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        return rebuild if name == "rebuild_cuda_tensor" else super().find_class(module, name)
+
+content = Unpickler(io.BytesIO(base64.b64decode(sys.stdin.readline()))).load()
+flat = content["flattened_tensor"]
+assert flat.is_cuda
+print([(m.name, m.start_idx, m.end_idx) for m in content["metadata"]])
+print(flat.cpu().numpy().tobytes().hex())
+"""
 
 
 @pytest.mark.parametrize(
@@ -154,3 +173,22 @@ def test_buckets_in_plain_memory_are_sent_by_value():
     assert post._in_memory(shared) is shared
     assert post._in_memory(plain) is None
     assert torch.equal(shared, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_worker_on_the_same_gpu_opens_a_bucket_by_its_handle():
+    weights = {name: tensor.cuda() for name, tensor in WEIGHTS.items()}
+    (bucket,) = flat_buckets(weights.items(), 1_000_000)
+    assert bucket.flat.is_cuda
+    handle = handle_of(bucket, bucket.flat).decode() + "\n"
+    opened = subprocess.run(
+        [sys.executable, "-c", OPEN_BUCKET],
+        input=handle,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    places, content = opened.stdout.splitlines()
+    assert places == str([(m.name, m.start_idx, m.end_idx) for m in metadata_of(bucket)])
+    assert bytes.fromhex(content) == bucket.flat.cpu().numpy().tobytes()

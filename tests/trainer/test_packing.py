@@ -267,4 +267,4 @@ def test_gpu_bfloat16_decoder_uses_the_varlen_kernel():
     with torch.autocast("cuda", dtype=torch.bfloat16):
         found = decoder(again)
     assert again.num_query_slots == len(again.token_ids_N)
-    assert float((found.float() - exact).norm() / exact.norm()) < 5e-2
+    assert float(((found.float() - exact).norm() / exact.norm()).detach()) < 5e-2

@@ -56,8 +56,11 @@ class Matrix:
         """Add the product to `into_NO` in place."""
         if self._is_packed:
             products.multiply(x_NI, self.tensor, self._size_out, into=into_NO)
-        else:
+        elif into_NO.device.type == "cpu":
             into_NO.addmm_(x_NI, self.tensor)
+        else:
+            # cuBLASLt refuses addmm_ into one row whose stride is 1 (seen with torch 2.11).
+            into_NO += x_NI @ self.tensor
 
 
 @dataclass(slots=True)
