@@ -13,6 +13,7 @@ from typing import Any
 
 from areal_gym.errors import SandboxError
 from areal_gym.places.base import PlaceImage
+from areal_gym.places.dockerfile import base_images
 
 LABEL = "areal-gym.place-image"
 _NUM_BUILDS = 2
@@ -20,9 +21,14 @@ _BACKEND = "docker-1"  # raised when the same folder must be built anew
 _LOG_CHARS = 1000
 
 
-def content_key(folder: Path, build_args: Mapping[str, str], base_ids: Mapping[str, str]) -> str:
+def content_key(
+    folder: Path,
+    build_args: Mapping[str, str],
+    base_ids: Mapping[str, str],
+    backend: str = _BACKEND,
+) -> str:
     """Return a hash of a build's inputs: names, modes, links and contents of files, arguments."""
-    digest = hashlib.sha256(_BACKEND.encode())
+    digest = hashlib.sha256(backend.encode())
 
     def add(*texts: str | bytes) -> None:
         for text in texts:
@@ -44,32 +50,6 @@ def content_key(folder: Path, build_args: Mapping[str, str], base_ids: Mapping[s
         elif not stat.S_ISDIR(status.st_mode):
             raise SandboxError(f"{path} is neither a file nor a folder nor a link")
     return digest.hexdigest()[:32]
-
-
-def base_images(dockerfile: str, build_args: Mapping[str, str]) -> list[str]:
-    """Return the images that a Dockerfile names after FROM; arguments before it are replaced."""
-    values: dict[str, str] = {}
-    images: list[str] = []
-    stages: set[str] = set()
-    for line in dockerfile.splitlines():
-        words = line.split()
-        if len(words) < 2:
-            continue
-        if words[0].upper() == "ARG" and not images:
-            name, _, default = words[1].partition("=")
-            values[name] = build_args.get(name, default.strip("\"'"))
-        elif words[0].upper() == "FROM":
-            names = [word for word in words[1:] if not word.startswith("--")]
-            if not names:
-                continue
-            image = names[0]
-            for name, value in values.items():
-                image = image.replace(f"${{{name}}}", value).replace(f"${name}", value)
-            if image not in stages:
-                images.append(image)
-            if len(names) == 3 and names[1].upper() == "AS":
-                stages.add(names[2])
-    return images
 
 
 class ImageBuilder:

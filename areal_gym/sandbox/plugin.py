@@ -24,6 +24,9 @@ def register_sandboxes() -> Iterable[SandboxSpec]:
 @hookimpl
 def register_places() -> Iterable[PlaceSpec]:
     """Yield the built-in places."""
+    text = "a place per episode on this machine, without an engine or a network"
+    path = "areal_gym.places.local_places:LocalPlaces"
+    yield PlaceSpec(id="local", entry_point=path, summary=text)
     text = "a container per episode, of the task's image, without network"
     path = "areal_gym.places.docker_places:DockerPlaces"
     yield PlaceSpec(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import secrets
 import socket
@@ -14,36 +13,18 @@ import tempfile
 import warnings
 from collections.abc import Collection, Sequence
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, ClassVar
 
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.sandbox.base import SandboxLevel, SandboxLimits
 from areal_gym.sandbox.forking import ForkingSandbox
+from areal_gym.sandbox.launching import ENVIRONMENT, launch_worker
 from areal_gym.sandbox.levels import default_min_level, level_of, note_level, require_level
 from areal_gym.sandbox.worker.cleaning import remove_tree
 from areal_gym.sandbox.worker.groups import remove_groups
 from areal_gym.sandbox.zygotes import Server, Zygote
 
 __all__ = ["ENVIRONMENT", "NoSandbox", "ProcessSandbox", "level_of"]
-
-# A fixed hash seed gives sets of strings the same order in every interpreter, so that episodes
-# repeat. One thread, because a process with more cannot be forked safely. One memory arena: glibc
-# reserves up to 128 MB of address space per thread, which would count towards the memory limit.
-ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "1",
-}
-
-_BOOT = """
-import json, socket, sys
-sys.path.insert(0, sys.argv[1])
-from worker import zygote
-del sys.path[0]
-zygote.main(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]), json.loads(sys.argv[4]))
-"""
 
 
 class ProcessSandbox(ForkingSandbox):
@@ -180,21 +161,7 @@ class _LocalServer(Server):
 
 
 def _launch(settings: dict[str, Any]) -> tuple[socket.socket, _LocalServer]:
-    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    parent = os.pidfd_open(os.getpid())
-    fds = (theirs.fileno(), parent)
-    command = [sys.executable, "-P", "-s", "-S", "-X", "utf8", "-c", _BOOT]
-    process = subprocess.Popen(
-        [*command, str(Path(__file__).parent), *map(str, fds), json.dumps(settings)],
-        env=ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        pass_fds=fds,
-        cwd="/",
-    )
-    theirs.close()
-    os.close(parent)
+    control, process = launch_worker("zygote", settings)
     return control, _LocalServer(process, settings["scratch"], settings["group"])
 
 

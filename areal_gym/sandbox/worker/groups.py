@@ -50,7 +50,7 @@ class Groups:
     def __init__(self, name: str, memory_mb: int) -> None:
         self._name = f"{_PREFIX}{name}"
         self.default_mb = memory_mb
-        self._kind, places = _places()
+        self._kind, places = own_places()
         self._files = _VERSIONS[self._kind]
         # As descriptors: a private root has no /sys.
         self._top, self._parent = self._make_top(places)
@@ -68,12 +68,12 @@ class Groups:
         for place in places:
             parent = -1
             try:
-                _remove_abandoned(place)
+                remove_abandoned(place)
                 parent = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
                 os.mkdir(self._name, 0o700, dir_fd=parent)
                 top = os.open(self._name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
                 if self._kind == "cgroup2":
-                    _write(top, "cgroup.subtree_control", "+memory")
+                    write_file(top, "cgroup.subtree_control", "+memory")
             except OSError:
                 if parent >= 0:
                     with contextlib.suppress(OSError):
@@ -102,7 +102,7 @@ class Groups:
         """Prepare an empty group for the cell `number`, which then joins it."""
         if self._idle:
             group = self._idle.pop()
-            _write(self._top, f"{group}/{self._files.peak}", "0")
+            write_file(self._top, f"{group}/{self._files.peak}", "0")
         else:
             group = str(self._num_made)
             self._num_made += 1
@@ -113,7 +113,7 @@ class Groups:
 
     def join(self, number: int) -> None:
         """Move the calling process, a new cell, to its group."""
-        _write(self._top, f"{self._groups[number]}/{self._files.join}", "0")
+        write_file(self._top, f"{self._groups[number]}/{self._files.join}", "0")
 
     def bound(self, number: int, memory_mb: int) -> None:
         """Limit the memory of a cell's processes together; raises OSError if they use more."""
@@ -126,11 +126,25 @@ class Groups:
         # The limit with swap must not be below the one without; not every kernel has it.
         if self._bounds[group] < memory_mb:
             with contextlib.suppress(OSError):
-                _write(self._top, path, swap)
-        _write(self._top, f"{group}/{self._files.limit}", limit)
+                write_file(self._top, path, swap)
+        write_file(self._top, f"{group}/{self._files.limit}", limit)
         with contextlib.suppress(OSError):
-            _write(self._top, path, swap)
+            write_file(self._top, path, swap)
         self._bounds[group] = memory_mb
+
+    def enable(self, controller: str) -> bool:
+        """Let the groups count by another controller, too; return whether they do (version 2)."""
+        if self._kind != "cgroup2":
+            return False
+        try:
+            write_file(self._top, "cgroup.subtree_control", f"+{controller}")
+        except OSError:
+            return False
+        return True
+
+    def set(self, number: int, file: str, text: str) -> None:
+        """Write a file of another controller in the group of `number`."""
+        write_file(self._top, f"{self._groups[number]}/{file}", text)
 
     def end(self, number: int) -> tuple[int, bool]:
         """Take back an ended cell's group; return its peak in KB, and whether memory ran out."""
@@ -175,7 +189,7 @@ class Groups:
 def remove_groups(name: str) -> None:
     """End the processes and remove the groups of a killed fork server; wait a second at most."""
     with contextlib.suppress(OSError):
-        for place in _places()[1]:
+        for place in own_places()[1]:
             top = f"{place}/{_PREFIX}{name}"
             deadline = time.monotonic() + 1.0
             while os.path.isdir(top) and time.monotonic() < deadline:
@@ -184,26 +198,26 @@ def remove_groups(name: str) -> None:
                 time.sleep(0.001)
 
 
-def _places() -> tuple[str, list[str]]:
+def own_places(controller: str = "memory") -> tuple[str, list[str]]:
     """Return the kind of the hierarchy, and the directories where groups might be made.
 
     Groups are made under this process's own group, so that its limits apply to them, too. In
     version 2 a group with processes cannot have children: there the parent group serves.
     """
     with open("/proc/self/cgroup") as groups, open("/proc/self/mountinfo") as mounts:
-        return find_places(groups.read(), mounts.read())
+        return find_places(groups.read(), mounts.read(), controller)
 
 
-def find_places(groups: str, mounts: str) -> tuple[str, list[str]]:
+def find_places(groups: str, mounts: str, controller: str = "memory") -> tuple[str, list[str]]:
     """Return the kind of the hierarchy that counts memory, and the directories to try.
 
     They are read from the texts of /proc/self/cgroup and /proc/self/mountinfo; FileNotFoundError:
-    no hierarchy that counts memory is mounted.
+    no hierarchy that counts memory (or another `controller`) is mounted.
     """
     own = {}
     for row in groups.splitlines():
         _, controllers, path = row.split(":", 2)
-        if "memory" in controllers.split(","):
+        if controller in controllers.split(","):
             own["cgroup"] = path
         elif not controllers:
             own["cgroup2"] = path
@@ -212,7 +226,7 @@ def find_places(groups: str, mounts: str) -> tuple[str, list[str]]:
         first, _, second = row.partition(" - ")
         root, point = first.split()[3:5]
         kind, _, options = second.split(" ", 2)
-        if kind in own and (kind == "cgroup2" or "memory" in options.split(",")):
+        if kind in own and (kind == "cgroup2" or controller in options.split(",")):
             inside = os.path.relpath(own[kind], root)
             if not inside.startswith(".."):
                 directories.setdefault(kind, os.path.normpath(f"{point}/{inside}"))
@@ -224,7 +238,7 @@ def find_places(groups: str, mounts: str) -> tuple[str, list[str]]:
     raise FileNotFoundError("no hierarchy of control groups is mounted")
 
 
-def _remove_abandoned(place: str) -> None:
+def remove_abandoned(place: str) -> None:
     """Remove groups whose owner is gone: their names have its pid."""
     for name in os.listdir(place):
         owner = name[len(_PREFIX) :].partition("-")[0]
@@ -248,7 +262,8 @@ def _remove_top(top: str) -> None:
         os.rmdir(top)
 
 
-def _write(directory: int, path: str, text: str) -> None:
+def write_file(directory: int, path: str, text: str) -> None:
+    """Write an existing file below the directory behind a descriptor."""
     fd = os.open(path, os.O_WRONLY, dir_fd=directory)
     try:
         os.write(fd, text.encode())

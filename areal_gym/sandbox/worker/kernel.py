@@ -10,13 +10,15 @@ import os
 import platform
 
 NEWNS, NEWUTS, NEWIPC = 0x00020000, 0x04000000, 0x08000000
-NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
+NEWUSER, NEWPID, NEWNET, NEWCGROUP = 0x10000000, 0x20000000, 0x40000000, 0x02000000
 RDONLY, NOSUID, NODEV, BIND, REC, PRIVATE, DETACH = 1, 2, 4, 4096, 16384, 1 << 18, 2
+NOEXEC = 8
+_NO_LINKS_BENEATH = 0x02 | 0x04 | 0x10  # RESOLVE_NO_MAGICLINKS, NO_SYMLINKS, IN_ROOT
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # The number that differs; numbers from 424 on are the same everywhere.
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_MOUNT_SETATTR = 442
+_MOUNT_SETATTR, _OPENAT2 = 442, 437
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 
@@ -63,6 +65,12 @@ def restrict_mount(target: str, flags: int, *, recursive: bool) -> None:
     syscall("mount_setattr", _MOUNT_SETATTR, _AT_FDCWD, path, at, attributes, 32)
 
 
+def open_beneath(root: int, path: str, flags: int, mode: int = 0) -> int:
+    """Open `path` as if the directory behind `root` were "/", following no link (Linux 5.6)."""
+    how = (ctypes.c_uint64 * 3)(flags | os.O_CLOEXEC, mode, _NO_LINKS_BENEATH)
+    return syscall(f"openat2 {path}", _OPENAT2, root, os.fsencode(path), how, 24)
+
+
 def pivot_root(new: str) -> None:
     """Make the mount `new` the root, and unmount the old one."""
     os.chdir(new)
@@ -83,9 +91,14 @@ def capabilities() -> int:
     return int(line.split()[1], 16)
 
 
-def drop_capabilities(*, keep: int = 0) -> None:
-    """Drop every capability but those in the bit mask `keep`, and all that exec could add."""
+def drop_capabilities(*, keep: int = 0, bounding: int = 0) -> None:
+    """Drop every capability but those in the bit mask `keep`.
+
+    A program that root executes may have those in `bounding`; by default none.
+    """
     for capability in range(64):
+        if bounding >> capability & 1:
+            continue
         try:
             prctl(24, capability)  # PR_CAPBSET_DROP
         except OSError:

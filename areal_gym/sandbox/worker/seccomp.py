@@ -38,6 +38,16 @@ _PRCTL = (2, 3, 7, 15, 16, 21, 23, 27, 29, 30, 37, 38, 39, 40, 41, 42, 52, 0x535
 # content is not counted.
 _SETSOCKOPT = (2, 9, 13, 16, 20, 21, 66, 67)
 
+# In a place also: the signal at the parent's death, capabilities and filters (to give up more of
+# them), adoption of orphans.
+_PLACE_PRCTL = (*_PRCTL, 1, 4, 8, 22, 24, 36, 47)
+# TIOCSTI and TIOCLINUX, which type into a terminal.
+_TYPING = (0x5412, 0x541C)
+# The size of buffers, also by force.
+_BUFFERS = (7, 8, 32, 33)
+# Unix, IPv4, IPv6, routes; streams, datagrams, packets; TCP and UDP. Nothing that loads a module.
+_FAMILIES, _TYPES, _PROTOCOLS = (1, 2, 10, 16), (1, 2, 3, 5), (0, 6, 17)
+
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
 _EQUAL, _ABOVE, _AT_LEAST, _ANY_BIT = 0x15, 0x25, 0x35, 0x45
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
@@ -60,7 +70,7 @@ def build_filter(
     own_pid: int | None,
     server_pid: int | None = None,
 ) -> bytes:
-    """Return the program for this machine, ready for `install`.
+    """Return the program for snippets on this machine, ready for `install`.
 
     Args:
         allow_fork: whether new processes are allowed (threads always are).
@@ -73,6 +83,59 @@ def build_filter(
     Raises:
         OSError: the filter does not support this architecture.
     """
+    rules = {
+        **_process_rules(allow_fork),
+        **_file_rules(allow_metadata, allow_truncate),
+        **_signal_rules(own_pid, server_pid),
+        "fcntl": _only(1, _FCNTL),
+        "ioctl": _only(1, _IOCTL),
+        "prctl": _only(0, _PRCTL),
+        "setsockopt": [*_unless(1, _SOL_SOCKET), *_only(2, _SETSOCKOPT)],
+        # A datagram pair could still send elsewhere; a stream cannot.
+        "socketpair": [(_LOAD, 0, 0, _ARGUMENTS[1]), (_AND, 0, 0, 0xF), *_one_of((1,))],
+        "socket": _refused,
+    }
+    return _assemble(rules, {**syscalls.FREE, **(syscalls.METADATA if allow_metadata else {})})
+
+
+def build_place_filter(*, counts_memory: bool) -> bytes:
+    """Return the program for all processes of a place, whose network reaches only itself.
+
+    Args:
+        counts_memory: whether a control group counts memory that belongs to no process.
+
+    Raises:
+        OSError: the filter does not support this architecture.
+    """
+    rules = {
+        **_process_rules(True),
+        **_file_rules(True, True),
+        **_signal_rules(None, None),
+        "fcntl": _allowed,
+        "ioctl": _all_but(1, *_TYPING),
+        "prctl": _only(0, _PLACE_PRCTL),
+        # Options of the protocols are free; at the level of sockets all but the buffers' size.
+        "setsockopt": [
+            (_LOAD, 0, 0, _ARGUMENTS[1]),
+            (_EQUAL, 1, 0, _SOL_SOCKET),
+            *_allowed,
+            *_all_but(2, *_BUFFERS),
+        ],
+        "socketpair": [(_LOAD, 0, 0, _ARGUMENTS[0]), *_one_of((1,))],
+        "socket": [
+            *_unless(2, *_PROTOCOLS),
+            (_LOAD, 0, 0, _ARGUMENTS[1]),
+            (_AND, 0, 0, 0xF),
+            *_one_of(_TYPES, then=[(_LOAD, 0, 0, _ARGUMENTS[0]), *_one_of(_FAMILIES)]),
+        ],
+    }
+    counted = syscalls.COUNTED if counts_memory else {}
+    free = {**syscalls.FREE, **syscalls.METADATA, **syscalls.PLACES, **counted}
+    return _assemble(rules, free)
+
+
+def _assemble(rules: dict[str, list[_Step]], free: dict[str, tuple[int, ...]]) -> bytes:
+    """Return the program with `rules` for guarded calls, which allows `free` and refuses others."""
     column = syscalls.COLUMNS.get(platform.machine())
     if column is None:
         raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}")
@@ -84,33 +147,21 @@ def build_filter(
         (_ABOVE, 0, 1, syscalls.LAST),  # includes the x32 numbers
         *_missing,
     ]
-    rules = {
-        # glibc falls back to calls whose arguments a filter can read.
-        **dict.fromkeys(("clone3", "openat2"), _missing),
-        **_process_rules(allow_fork),
-        **_file_rules(allow_metadata, allow_truncate),
-        **_signal_rules(own_pid, server_pid),
-        "fcntl": _only(1, _FCNTL),
-        "ioctl": _only(1, _IOCTL),
-        "prctl": _only(0, _PRCTL),
-        "setsockopt": [*_unless(1, _SOL_SOCKET), *_only(2, _SETSOCKOPT)],
-        # A datagram pair could still send elsewhere; a stream cannot.
-        "socketpair": [(_LOAD, 0, 0, _ARGUMENTS[1]), (_AND, 0, 0, 0xF), *_one_of((1,))],
-    }
+    # glibc falls back to calls whose arguments a filter can read.
+    rules = {**dict.fromkeys(("clone3", "openat2"), _missing), **rules}
     for name, rule in rules.items():
         number = syscalls.GUARDED[name][column]
         if number >= 0:
             steps += [(_EQUAL, 0, len(rule), number), *rule]
-    free = {**syscalls.FREE, **(syscalls.METADATA if allow_metadata else {})}
     steps += _ranges(numbers[column] for numbers in free.values())
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
-def _one_of(values: Iterable[int]) -> list[_Step]:
-    """Allow if the loaded value is one of `values`."""
+def _one_of(values: Iterable[int], then: list[_Step] = _allowed) -> list[_Step]:
+    """Continue with `then`, by default allow, if the loaded value is one of `values`."""
     chosen = [*values]
     tests = [(_EQUAL, len(chosen) - n, 0, value) for n, value in enumerate(chosen)]
-    return [*tests, *_refused, *_allowed]
+    return [*tests, *_refused, *then]
 
 
 def _only(argument: int, values: Iterable[int]) -> list[_Step]:
@@ -118,14 +169,15 @@ def _only(argument: int, values: Iterable[int]) -> list[_Step]:
     return [(_LOAD, 0, 0, _ARGUMENTS[argument]), *_one_of(values)]
 
 
-def _all_but(argument: int, value: int) -> list[_Step]:
-    """Refuse if the low half of an argument is `value`; otherwise allow."""
-    return [(_LOAD, 0, 0, _ARGUMENTS[argument]), (_EQUAL, 0, 1, value), *_refused, *_allowed]
+def _all_but(argument: int, *values: int) -> list[_Step]:
+    """Refuse if the low half of an argument is one of `values`; otherwise allow."""
+    tests = [step for value in values for step in ((_EQUAL, 0, 1, value), *_refused)]
+    return [(_LOAD, 0, 0, _ARGUMENTS[argument]), *tests, *_allowed]
 
 
-def _unless(argument: int, value: int) -> list[_Step]:
-    """Refuse if the low half of an argument is not `value`; otherwise continue."""
-    return [(_LOAD, 0, 0, _ARGUMENTS[argument]), (_EQUAL, 1, 0, value), *_refused]
+def _unless(argument: int, *values: int) -> list[_Step]:
+    """Refuse if the low half of an argument is none of `values`; otherwise continue."""
+    return [(_LOAD, 0, 0, _ARGUMENTS[argument]), *_one_of(values, then=[])]
 
 
 def _process_rules(allow_fork: bool) -> dict[str, list[_Step]]:

@@ -74,12 +74,30 @@ METADATA = _table(
 )
 """Calls that change a file's mode, owner or times. Setting extended attributes is refused."""
 
+PLACES = _table(
+    """
+    connect:42:203 accept:43:202 accept4:288:242 bind:49:200 listen:50:201
+    setgroups:116:159 setfsuid:122:151 setfsgid:123:152 capset:126:91 seccomp:317:277
+    setpriority:141:140 sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274
+    ioprio_set:251:30 timer_create:222:107 timer_settime:223:110 timer_gettime:224:108
+    timer_getoverrun:225:109 timer_delete:226:111
+    setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 removexattr:197:14 lremovexattr:198:15
+    fremovexattr:199:16 inotify_init:253:- inotify_init1:294:26 inotify_add_watch:254:27
+    inotify_rm_watch:255:28
+    """
+)
+"""Calls that any program of a place may make besides: its network reaches only itself, and its
+processes end with it."""
+
+COUNTED = _table("memfd_create:319:279 sendfile:40:71 splice:275:76 tee:276:77 vmsplice:278:75")
+"""Calls that hold memory which only a control group counts; for places that have one."""
+
 GUARDED = _table(
     """
     clone:56:220 clone3:435:435 openat2:437:437 fork:57:- vfork:58:- open:2:- openat:257:56
     truncate:76:45 fcntl:72:25 ioctl:16:29 prctl:157:167 setsockopt:54:208 socketpair:53:199
     kill:62:129 tkill:200:130 tgkill:234:131 prlimit64:302:261 rt_sigqueueinfo:129:138
-    rt_tgsigqueueinfo:297:240 pidfd_send_signal:424:424 sched_setaffinity:203:122
+    rt_tgsigqueueinfo:297:240 pidfd_send_signal:424:424 sched_setaffinity:203:122 socket:41:198
     """
 )
 """Calls with rules of their own: allowed with some arguments, or answered with ENOSYS."""

@@ -121,17 +121,28 @@ def _held_by_tree(proc: int, pid: int, base_memory: int) -> tuple[int, bool]:
     if limit is None:
         return 0, False  # it has ended, or waits for its first snippet
     pids = [process for process, _ in tree(proc, pid)]
-    allowed = limit - base_memory
+    held, is_over = _held(proc, pids, limit - base_memory)
+    return held >> 10, is_over
+
+
+def processes_over(proc: int, pid: int, allowed: int) -> list[int]:
+    """Return the descendants of `pid` if all together hold more than `allowed` bytes, else none."""
+    pids = [process for process, _ in tree(proc, pid)]
+    return pids[1:] if _held(proc, pids, allowed)[1] else []
+
+
+def _held(proc: int, pids: list[int], allowed: int) -> tuple[int, bool]:
+    """Return the bytes that processes hold together, and whether these exceed `allowed`."""
     buffers = _buffers(proc, pids)
     sizes = [_resident(proc, p) for p in pids]
     private = sum(resident - shared for resident, shared in sizes)
     # Resident memory is known at once, but counts shared pages several times; a fair count walks
     # the page tables, so it comes second.
     if buffers + sum(resident for resident, _ in sizes) <= allowed:
-        return (buffers + private) >> 10, False
+        return buffers + private, False
     # The limit of one process already counts memory when it is allocated.
     fair = private if len(pids) == 1 else sum(_fair(proc, p) for p in pids)
-    return (buffers + fair) >> 10, buffers + fair > allowed
+    return buffers + fair, buffers + fair > allowed
 
 
 def _buffers(proc: int, pids: list[int]) -> int:

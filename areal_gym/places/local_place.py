@@ -1,0 +1,273 @@
+"""One local place: its commands, its files and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_gym.errors import SandboxError
+from areal_gym.places.base import CommandResult
+from areal_gym.places.local_server import LocalServer, receive
+
+_OUTPUT_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16
+_KILL_S = 5.0
+_GRACE_S = 0.05
+_KILLED = 137
+_NOT_RUNNABLE = 126
+
+
+class Output:
+    """One output of a command: read as it comes, kept up to a bound."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._read, self.write = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._read, False)
+        self.text = bytearray()
+        self.closed = self._loop.create_future()
+        self._loop.add_reader(self._read, self._on_data)
+
+    def _on_data(self) -> None:
+        try:
+            data = os.read(self._read, _CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        self.text += data[: max(0, _OUTPUT_BYTES - len(self.text))]
+        if not data:
+            self.close()
+
+    def close(self) -> None:
+        """Stop reading. Idempotent."""
+        if not self.closed.done():
+            self.closed.set_result(None)
+            self._loop.remove_reader(self._read)
+            os.close(self._read)
+
+
+class Commands:
+    """The commands of one keeper, over the socket `control`; belongs to the running loop."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._control = control
+        self._numbers = itertools.count(1)
+        self._ends: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.is_alive = True
+        self._loop.add_reader(control, self._on_event)
+
+    async def run(
+        self, argv: Sequence[str], details: Mapping[str, object], timeout_s: float
+    ) -> CommandResult | None:
+        """Run a command; None if its outputs stayed open after it was killed at its deadline."""
+        number = next(self._numbers)
+        outputs = [Output(), Output()]
+        end = self._ends[number] = self._loop.create_future()
+        try:
+            self._order(number, {"argv": list(argv), **details}, outputs)
+            is_timed_out = False
+            done, _ = await asyncio.wait({end}, timeout=timeout_s)
+            if not done:
+                is_timed_out = True
+                self._send({"order": "kill", "number": number})
+                done, _ = await asyncio.wait({end}, timeout=_KILL_S)
+                if not done:
+                    return None
+            event = end.result()
+            if "error" in event and not event.get("is_full"):
+                raise SandboxError(f"{argv[0]!r} could not be started: {event['error']}")
+            await asyncio.wait([output.closed for output in outputs], timeout=_GRACE_S)
+        except asyncio.CancelledError:
+            self._send({"order": "kill", "number": number})
+            raise
+        finally:
+            del self._ends[number]
+            for output in outputs:
+                output.close()
+        stdout, stderr = (bytes(output.text) for output in outputs)
+        if "error" in event:  # the place is full of processes that it left behind
+            text = f"{argv[0]}: {event['error']}\n".encode()
+            return CommandResult(exit_code=_NOT_RUNNABLE, stdout=stdout, stderr=stderr + text)
+        code = _KILLED if is_timed_out else int(event["status"])
+        return CommandResult(
+            exit_code=code, stdout=stdout, stderr=stderr, is_timed_out=is_timed_out
+        )
+
+    def _order(self, number: int, details: Mapping[str, object], outputs: Sequence[Output]) -> None:
+        file = os.memfd_create("order", os.MFD_CLOEXEC)
+        writes = [output.write for output in outputs]
+        try:
+            with open(file, "wb", closefd=False) as order:
+                order.write(json.dumps(details).encode("utf-8", "surrogateescape"))
+            message = json.dumps({"order": "run", "number": number}).encode()
+            socket.send_fds(self._control, [message], [file, *writes])
+        except OSError as error:
+            raise SandboxError(f"the place is gone: {error}") from error
+        finally:
+            for fd in (file, *writes):
+                os.close(fd)
+
+    def _send(self, order: Mapping[str, object]) -> None:
+        with contextlib.suppress(OSError):
+            self._control.send(json.dumps(order).encode())
+
+    def _on_event(self) -> None:
+        try:
+            data = self._control.recv(4096)
+            event = json.loads(data) if data else None
+            end = self._ends.get(event["number"]) if event else None
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, TypeError, KeyError):
+            event = end = None
+        if event is None:
+            self.close("the place has ended")
+        elif end is not None and not end.done():
+            end.set_result(event)
+
+    def close(self, reason: str) -> None:
+        """Give up: commands that still run raise SandboxError with `reason`. Idempotent."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self._loop.remove_reader(self._control)
+        self._control.close()
+        for end in self._ends.values():
+            if not end.done():
+                end.set_exception(SandboxError(reason))
+
+
+class LocalPlace:
+    """A place of a server on this machine, started with its image's layers and `settings`."""
+
+    def __init__(
+        self,
+        server: LocalServer,
+        number: int,
+        *,
+        layers: Sequence[str],
+        settings: Mapping[str, Any],
+        user: str,
+    ) -> None:
+        self._server = server
+        self._number = number
+        self._layers = list(layers)
+        self._settings = dict(settings)
+        self._user = user
+        self._commands: Commands | None = None
+        self._starting = asyncio.Lock()
+        self._is_closed = False
+
+    async def start(self) -> Commands:
+        """Start the first process, also of a frozen place; SandboxError if it does not answer."""
+        async with self._starting:
+            if self._commands is not None and self._commands.is_alive:
+                return self._commands
+            if self._is_closed:
+                raise SandboxError("the place is closed")
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.setblocking(False)
+            try:
+                with theirs:
+                    self._server.send(
+                        "start",
+                        [theirs.fileno()],
+                        place=self._number,
+                        layers=self._layers,
+                        settings=self._settings,
+                    )
+                event, _ = await receive(ours)
+                if "error" in event:
+                    raise SandboxError(f"a local place did not start: {event['error'].strip()}")
+            except OSError:
+                ours.close()
+                raise SandboxError("a local place did not start: its first process died") from None
+            except BaseException:
+                ours.close()
+                raise
+            self._commands = Commands(ours)
+            return self._commands
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | int | None = None,
+        timeout_s: float,
+    ) -> CommandResult:
+        """Run a command; at its deadline its process group is killed, or else the whole place."""
+        commands = await self.start()
+        details = {
+            "cwd": cwd,
+            "env": dict(env or {}),
+            "user": str(self._user if user is None else user),
+        }
+        result = await commands.run(argv, details, timeout_s)
+        if result is None:
+            await self.freeze()  # the next command starts it again, with its files
+            return CommandResult(exit_code=_KILLED, stdout=b"", stderr=b"", is_timed_out=True)
+        return result
+
+    async def put(self, tar: bytes, path: str) -> None:
+        """Unpack an archive below a folder, which is made; SandboxError if a link leads there."""
+        with memory_file(tar) as file:
+            await self._server.ask("put", [file], place=self._number, path=path)
+
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket that listens on 127.0.0.1:`port` inside; it ends with `freeze`."""
+        await self.start()
+        _, fds = await self._server.ask("listen", place=self._number, port=port)
+        listener = socket.socket(fileno=fds[0])
+        listener.setblocking(False)
+        return listener
+
+    async def freeze(self) -> None:
+        """End all processes; the files stay."""
+        if self._commands is not None:
+            self._commands.close("the place was frozen")
+        await self._server.ask("freeze", place=self._number)
+
+    async def take(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
+        """Return an archive of paths of a frozen place; no link is followed."""
+        if self._commands is None or self._commands.is_alive:
+            raise SandboxError("files are taken from a frozen place only: await place.freeze()")
+        with memory_file(b"") as file:
+            await self._server.ask(
+                "take", [file], place=self._number, paths=list(paths), max_bytes=max_bytes
+            )
+            return os.pread(file, os.fstat(file).st_size, 0)
+
+    async def keep(self, layer: str) -> None:
+        """Copy what a frozen place has written to a new layer."""
+        await self._server.ask("keep", place=self._number, layer=layer)
+
+    async def aclose(self) -> None:
+        """Remove the place with its files. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._commands is not None:
+            self._commands.close("the place is closed")
+        if self._server.is_alive:
+            await self._server.ask("end", place=self._number)
+
+
+@contextlib.contextmanager
+def memory_file(content: bytes) -> Any:
+    """Give a descriptor of a file in memory, read from its beginning."""
+    fd = os.memfd_create("archive", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)
