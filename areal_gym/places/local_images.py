@@ -98,9 +98,9 @@ class LocalImages:
             arguments = (folder, self._build_args, base_id, _BACKEND)
             key = (await asyncio.to_thread(content_key, *arguments))[:20]
             async with self._locks[key]:
-                found = self.store.find(key)
-                if found is not None:
-                    return found
+                built = self.store.find(key)
+                if built is not None:
+                    return built
                 async with self._slots:
                     return await self._build(server, folder, text, base, key)
         except SandboxError as error:
@@ -135,9 +135,9 @@ class LocalImages:
         self, server: LocalServer, key: str, write: Callable[[tarfile.TarFile], None]
     ) -> LocalImage:
         async with self._locks[key]:
-            found = self.store.find(key)
-            if found is not None:
-                return found
+            built = self.store.find(key)
+            if built is not None:
+                return built
             async with self._slots:
                 new = self.store.new_layer()
                 with tempfile.TemporaryFile() as file:
