@@ -5,7 +5,7 @@
     new-OWNER/      a layer that is being made
 
 An image in use is locked, by its record; the lock ends with the process. The least recently used
-images that nobody uses go when all together need more than the budget.
+images that are not in use go when all together need more than the budget.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class LayerStore:
         return added
 
     async def trim(self, discard: Callable[[str], Awaitable[object]]) -> None:
-        """Remove what killed builds left, and images beyond the budget that nobody uses."""
+        """Remove what killed builds left, and images beyond the budget that are not in use."""
         for path in self.folder.glob(f"{_NEW}*"):
             if is_gone(path.name.removeprefix(_NEW).removesuffix(".json").replace("~", ":")):
                 if path.suffix == ".json":
@@ -121,7 +121,7 @@ class LayerStore:
                 yield path.stat().st_mtime, path.stem, LocalImage(**row)
 
     def _remove_record(self, key: str) -> bool:
-        """Remove the record of an image that nobody has locked; return whether it is gone."""
+        """Remove the record of an image that no process has locked; return whether it is gone."""
         if key in self._locks:
             return False
         try:

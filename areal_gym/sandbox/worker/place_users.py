@@ -32,7 +32,7 @@ class UserRange:
             write_file(process, name, f"0 {self.first} {self.size}")
 
     def inside(self, outside: int) -> int:
-        """Return the id in a place of an id out here; nobody's where there is none."""
+        """Return the id in a place of an id out here; 65534 where there is none."""
         number = outside - self.first
         return number if 0 <= number < self.size else 65_534
 
