@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_gym.errors import SandboxError
-from areal_gym.places.base import CommandResult
+from areal_gym.places.base import CommandResult, FileChanges
 from areal_gym.places.local_server import LocalServer, receive
 
 _OUTPUT_BYTES = 1 << 20
@@ -235,10 +235,21 @@ class LocalPlace:
             self._commands.close("the place was frozen")
         await self._server.ask("freeze", place=self._number)
 
+    async def changes(self) -> FileChanges:
+        """Return how the files of the frozen place differ from those of its image."""
+        self._require_frozen()
+        with memory_file(b"") as file:
+            await self._server.ask("changes", [file], place=self._number, layers=self._layers)
+            paths = json.loads(os.pread(file, os.fstat(file).st_size, 0))
+        return FileChanges(written=tuple(paths["written"]), removed=tuple(paths["removed"]))
+
+    def _require_frozen(self) -> None:
+        if self._commands is None or self._commands.is_alive:
+            raise SandboxError("files are read from a frozen place only: await place.freeze()")
+
     async def take(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
         """Return an archive of paths of a frozen place; no link is followed."""
-        if self._commands is None or self._commands.is_alive:
-            raise SandboxError("files are taken from a frozen place only: await place.freeze()")
+        self._require_frozen()
         with memory_file(b"") as file:
             await self._server.ask(
                 "take", [file], place=self._number, paths=list(paths), max_bytes=max_bytes

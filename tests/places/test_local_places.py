@@ -324,3 +324,29 @@ def test_what_cannot_be_built_is_refused_with_its_line(local_cache, tmp_path, te
     with pytest.raises(SandboxError, match=message):
         play(local_cache, episode, PlaceImage(folder=tmp_path))
     assert not list(local_cache.glob("*/new-*"))
+
+
+def test_changes_of_files_are_told_apart_from_those_of_the_image(local_cache, tmp_path):
+    program = (
+        "import os, shutil\n"
+        "open('kept', 'a').write('more'); os.remove('gone'); os.makedirs('new/deep')\n"
+        "open('new/deep/file', 'w').close(); shutil.rmtree('again'); os.mkdir('again')\n"
+        "open('again/other', 'w').close(); open('still/x', 'w').close(); os.remove('still/x')\n"
+    )
+    for name in ("kept", "gone", "again/one", "still/y"):
+        file = tmp_path / "files" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("text")
+    (tmp_path / "Dockerfile").write_text(f"FROM {HOST_ROOT}\nWORKDIR /app\nCOPY files .\n")
+
+    async def episode(place):
+        with pytest.raises(SandboxError, match="frozen"):
+            await place.changes()
+        made = await python(place, program)
+        await place.freeze()
+        return made, await place.changes()
+
+    made, changes = play(local_cache, episode, PlaceImage(folder=tmp_path))
+    assert made.exit_code == 0, made.stderr
+    assert changes.written == ("/app/again", "/app/kept", "/app/new")
+    assert changes.removed == ("/app/again", "/app/gone")

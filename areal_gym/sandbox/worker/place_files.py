@@ -26,6 +26,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 _NO_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _MAX_DEPTH = 200  # each level holds a descriptor open
 _BACKLOG = 128
+_OPAQUE = "overlay.opaque"
+_MOUNTED = ("/proc", "/dev", "/sys")
 
 
 class RefusedError(Exception):
@@ -168,6 +170,40 @@ class PlaceFiles:
             entry.type = tarfile.FIFOTYPE
             tar.addfile(entry)
 
+    def changes(self, layers: list[str]) -> dict[str, list[str]]:
+        """Return the paths that differ from the image's layers: written, removed."""
+        if len(layers) == 1:
+            image = f"{self._layers}/{layers[0]}"
+        else:
+            image = f"{self._place}/root"  # mounted over, in this process's own namespace
+            kernel.unshare(kernel.NEWNS)
+            os.chdir(self._layers)
+            kernel.mount("none", image, "overlay", kernel.RDONLY, f"lowerdir={':'.join(layers)}")
+        written: list[str] = []
+        removed: list[str] = []
+        pending = [""]
+        while pending:
+            folder = pending.pop()
+            for name in sorted(os.listdir(f"{self._place}/upper{folder}")):
+                path = f"{folder}/{name}"
+                if path in _MOUNTED:
+                    continue
+                upper = f"{self._place}/upper{path}"
+                about = os.lstat(upper)
+                original = f"{image}{path}"
+                was_folder = os.path.isdir(original) and not os.path.islink(original)
+                if _is_removal(about):
+                    removed.append(path)
+                elif not stat.S_ISDIR(about.st_mode):
+                    removed += [path] if was_folder else []
+                    written.append(path)
+                elif was_folder and not _is_opaque(upper):
+                    pending.append(path)
+                else:
+                    removed += [path] if os.path.lexists(original) else []
+                    written.append(path)
+        return {"written": sorted(written), "removed": sorted(removed)}
+
     def keep(self, name: str) -> None:
         """Copy what a place has written, its overlay's upper directory, to the new layer `name`."""
         _copy_tree(f"{self._place}/upper", f"{self._layers}/{name}")
@@ -197,6 +233,9 @@ def execute(
             files.put(source, order["path"])
     elif kind == "take":
         files.take(order["paths"], order["max_bytes"], fds[0])
+    elif kind == "changes":
+        with open(fds[0], "w") as target:
+            json.dump(files.changes(order["layers"]), target)
     elif kind == "keep":
         files.keep(order["layer"])
     elif kind == "unpack":
@@ -267,7 +306,7 @@ def _copy_tree(source: str, target: str) -> None:
                 os.symlink(os.readlink(origin), copy)
             elif stat.S_ISREG(about.st_mode):
                 shutil.copyfile(origin, copy, follow_symlinks=False)
-            elif stat.S_ISCHR(about.st_mode) and about.st_rdev == 0:
+            elif _is_removal(about):
                 os.mknod(copy, stat.S_IFCHR | 0o600, 0)
             else:
                 continue  # sockets and pipes of programs that have ended
@@ -284,13 +323,23 @@ def _walk(top: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
         folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
+def _is_removal(about: os.stat_result) -> bool:
+    """Return whether an overlay marks a removed name by this entry."""
+    return stat.S_ISCHR(about.st_mode) and about.st_rdev == 0
+
+
+def _is_opaque(folder: str) -> bool:
+    """Return whether an overlay hides what lies below a folder."""
+    return any(name.endswith(_OPAQUE) for name in os.listxattr(folder, follow_symlinks=False))
+
+
 def _copy_about(origin: str, copy: str) -> None:
     about = os.lstat(origin)
     os.chown(copy, about.st_uid, about.st_gid, follow_symlinks=False)
     if not stat.S_ISLNK(about.st_mode):
         os.chmod(copy, stat.S_IMODE(about.st_mode))
         for name in os.listxattr(origin, follow_symlinks=False):
-            if name.endswith("overlay.opaque"):
+            if name.endswith(_OPAQUE):
                 value = os.getxattr(origin, name, follow_symlinks=False)
                 os.setxattr(copy, name, value, follow_symlinks=False)
         os.utime(copy, ns=(about.st_atime_ns, about.st_mtime_ns))
