@@ -17,41 +17,25 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
 
+from areal_gym.message_types import Content as Content
+from areal_gym.message_types import FunctionCall as FunctionCall
+from areal_gym.message_types import ImagePart as ImagePart
+from areal_gym.message_types import ImageRef as ImageRef
+from areal_gym.message_types import Message as Message
+from areal_gym.message_types import TextPart as TextPart
+from areal_gym.message_types import ToolCall as ToolCall
+from areal_gym.message_types import check_image_spans
+from areal_gym.message_types import images_of as images_of
+from areal_gym.message_types import readable as readable
+from areal_gym.message_types import text_of as text_of
 from areal_gym.utils.frozen_data import content_hash as content_hash
 from areal_gym.utils.frozen_data import freeze as freeze
 from areal_gym.utils.frozen_data import thaw as thaw
 from areal_gym.utils.packed_numbers import Floats, Ints, PackedNumbers, from_packed
 
 Origin = Literal["prompt", "policy", "env"]
-
-
-class FunctionCall(TypedDict):
-    """A function and its arguments *as an object*: most chat templates would quote a string."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-class ToolCall(TypedDict):
-    """One call of a tool, in OpenAI's format, except that `arguments` is an object."""
-
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-
-
-class Message(TypedDict):
-    """One chat message, in OpenAI's format, which chat templates and clients take."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-    reasoning_content: NotRequired[str]  # before the answer (role "assistant")
-    tool_calls: NotRequired[list[ToolCall]]
-    tool_call_id: NotRequired[str]
-    name: NotRequired[str]  # of the tool (role "tool")
-    parse_error: NotRequired[str]  # of a malformed tool call; environments reply with it
 
 
 notebook_formats: list[Callable[[Any], str]] = []
@@ -214,6 +198,8 @@ class TokenSpan:
     """A teacher's log-probabilities of these tokens, if there is one."""
     routed_experts: RoutedExperts | None = None
     """The experts by which a mixture sampled each of these tokens, where the engine tells."""
+    images: tuple[ImageRef, ...] = ()
+    """The pictures among these tokens, in order; a policy samples none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", Ints.of(self.token_ids))
@@ -230,6 +216,10 @@ class TokenSpan:
             raise ValueError(f"{num_ids} token ids but {len(logprobs)} log-probabilities")
         if self.routed_experts is not None and len(self.routed_experts) != num_ids:
             raise ValueError(f"{num_ids} token ids but experts of {len(self.routed_experts)}")
+        if self.images:
+            if self.origin == "policy":
+                raise ValueError("a policy samples no pictures")
+            check_image_spans(self.images, num_ids)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -382,14 +372,20 @@ def _span_row(span: TokenSpan, packs_numbers: bool) -> dict[str, Any]:
     for name, values in row.items():
         if isinstance(values, PackedNumbers):
             row[name] = values.to_packed() if packs_numbers else values.tolist()
-    experts = row.pop("routed_experts")  # most models have none
-    return row if experts is None else row | {"routed_experts": experts.to_dict()}
+    experts, images = row.pop("routed_experts"), row.pop("images")  # most spans have neither
+    if experts is not None:
+        row["routed_experts"] = experts.to_dict()
+    if images:
+        row["images"] = [image.to_dict() for image in images]
+    return row
 
 
 def _span(row: Mapping[str, Any]) -> TokenSpan:
     read: dict[str, Any] = {n: _floats(row.get(n)) for n in ("logprobs", "teacher_logprobs")}
     if row.get("routed_experts") is not None:
         read["routed_experts"] = RoutedExperts.from_dict(row["routed_experts"])
+    if "images" in row:
+        read["images"] = tuple(map(ImageRef.from_dict, row["images"]))
     return TokenSpan(**{**row, **read, "token_ids": from_packed(row["token_ids"])})
 
 

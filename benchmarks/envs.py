@@ -52,7 +52,7 @@ from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tir import TirEnv, python_call, tir_tasks
 from areal_gym.envs.tools import Tool, tool
 from areal_gym.rollout.episode import play_episode
-from areal_gym.types import FinishReason, Message, Task
+from areal_gym.types import FinishReason, Message, Task, text_of
 from areal_gym.utils.garbage import relax_garbage_collection
 from areal_gym.utils.statistics import rss_mb
 
@@ -159,7 +159,7 @@ class Plain(ToolEnv):
     async def respond(self, message: Message) -> Response:
         if message.get("tool_calls"):
             return Response(messages=(await self.call_tools(message)).messages)
-        boxes = BOX.findall(message["content"])
+        boxes = BOX.findall(text_of(message["content"]))
         is_right = bool(boxes) and boxes[-1] == self.task.data["answer"]
         return Response(reward=float(is_right), is_terminated=True)
 

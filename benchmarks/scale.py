@@ -39,7 +39,7 @@ from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tools import tool
 from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.types import Message, Task, TokenSpan
+from areal_gym.types import Message, Task, TokenSpan, text_of
 from areal_gym.utils.garbage import relax_garbage_collection
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
@@ -73,7 +73,8 @@ class Sums(TextEnv):
         if message.get("tool_calls"):
             results = await self.call_tools(message)
             for result in results.messages:
-                result["content"] += f" and {self.task.data['number'] + self.num_turns}"
+                number = self.task.data["number"] + self.num_turns
+                result["content"] = f"{text_of(result['content'])} and {number}"
             return Response(messages=results.messages)
         return Response(reward=1.0, is_terminated=True)
 

@@ -7,13 +7,13 @@ import pytest
 
 from tests._support.package_source import MODULES, source, tree
 
-BASE = {"errors", "types", "version", "utils"}
+BASE = {"errors", "types", "version", "utils", "message_types", "images"}
 COMMON = BASE | {"plugins", "config", "chat"}
 
 FLOORS = (
     (
         "records, errors, helpers without words of reinforcement learning",
-        ("errors", "version", "types", "utils", "_moved"),
+        ("errors", "version", "message_types", "types", "utils", "images", "_moved"),
     ),
     ("the kinds of plugins and the registry", ("plugins",)),
     ("settings; messages and tokens; templates of plugin packages", ("config", "chat", "scaffold")),
@@ -48,7 +48,9 @@ KNOWN_EXCEPTIONS = {("rollout", "runs.episodes")}
 MAY_IMPORT = {
     "errors": set(),
     "version": set(),
-    "types": {"utils"},
+    "message_types": set(),
+    "types": {"message_types", "utils"},
+    "images": {"errors", "message_types", "utils"},
     "utils": {"errors"},
     "_moved": set(),
     "plugins": {"errors", "version", "utils"},

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from areal_gym.agents.base import Episode, PolicyEndpoint
 from areal_gym.errors import AgentError
-from areal_gym.types import Message
+from areal_gym.types import Message, text_of
 from areal_gym.utils.code_references import load_reference
 from areal_gym.utils.per_loop import PerLoop
 
@@ -54,7 +54,7 @@ class AgentTask:
     @property
     def prompt(self) -> str:
         """The text of the last message that opens the episode."""
-        return self.messages[-1]["content"]
+        return text_of(self.messages[-1]["content"])
 
     @property
     def is_over(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 
 from areal_gym.agents.base import Episode
+from areal_gym.types import readable
 
 
 class ChatAgent:
@@ -39,9 +40,9 @@ class HumanAgent:
             messages = episode.first_messages
             while True:
                 for message in messages:
-                    _show(message["role"], message["content"])
+                    _show(message["role"], readable(message["content"]))
                 answer = await episode.ask(messages)
-                _show("policy", answer["content"])
+                _show("policy", readable(answer["content"]))
                 for call in answer.get("tool_calls", []):
                     _show("call", f"{call['function']['name']}({call['function']['arguments']})")
                 with episode.idle():

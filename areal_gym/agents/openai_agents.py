@@ -9,6 +9,7 @@ from typing import Any, Literal
 from areal_gym.agents.base import Episode
 from areal_gym.agents.black_box import ImportableFunction, close_client
 from areal_gym.envs.tools import Tool
+from areal_gym.types import text_of
 from areal_gym.utils.per_loop import PerLoop
 
 
@@ -50,7 +51,7 @@ class OpenAIAgentsAgent:
         is_chat = self._api == "chat"
         model_class = agents.OpenAIChatCompletionsModel if is_chat else agents.OpenAIResponsesModel
         model = model_class("policy", client)
-        system = [m["content"] for m in episode.first_messages if m["role"] == "system"]
+        system = [text_of(m["content"]) for m in episode.first_messages if m["role"] == "system"]
         messages = [m for m in episode.first_messages if m["role"] != "system"]
         tools = [_sdk_tool(episode, tool) for tool in episode.tools]
         if self._build is not None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from areal_gym.agents.base import Episode
 from areal_gym.errors import AgentError
+from areal_gym.types import text_of
 
 _MAX_OUTPUT = 2**20
 
@@ -66,7 +67,9 @@ class ProgramAgent:
                     "OPENAI_API_KEY": endpoint.api_key,
                     "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
                     "ANTHROPIC_API_KEY": endpoint.api_key,
-                    "AREAL_GYM_PROMPT": episode.first_messages[-1]["content"].replace("\0", " "),
+                    "AREAL_GYM_PROMPT": text_of(episode.first_messages[-1]["content"]).replace(
+                        "\0", " "
+                    ),
                     **self._env,
                 },
                 start_new_session=True,

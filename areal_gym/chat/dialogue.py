@@ -19,6 +19,8 @@ from areal_gym.chat.harmony import has_channels
 from areal_gym.chat.renderer import Renderer, reply_shape
 from areal_gym.chat.template import BREAK, ToolSchemas
 from areal_gym.chat.tool_call_formats import END_THINK, THINK, split_thinking
+from areal_gym.chat.vision import Rendered, pictures
+from areal_gym.message_types import ImageRef, collapsed
 from areal_gym.types import Message
 
 
@@ -34,6 +36,14 @@ class Prompt:
     messages: Sequence[Message]
     """The new messages: the whole dialogue, when history was replaced."""
     replaces_history: bool = False
+    images: tuple[ImageRef, ...] = ()
+    """The pictures among all `token_ids`."""
+
+    @property
+    def added_images(self) -> tuple[ImageRef, ...]:
+        """The pictures among `added`."""
+        num_kept = self.num_kept
+        return tuple(i.moved(-num_kept) for i in self.images if i.start >= num_kept)
 
     @property
     def num_kept(self) -> int:
@@ -48,6 +58,7 @@ class Point(NamedTuple):
     num_ids: int
     messages: list[Message]
     num_messages: int
+    images: tuple[ImageRef, ...] = ()
 
 
 class Dialogue:
@@ -69,6 +80,8 @@ class Dialogue:
         self._branch = 0
         self._ids: list[int] = []
         """The ids that were sent and sampled, in the newest branch."""
+        self._images: tuple[ImageRef, ...] = ()
+        """The pictures among them."""
         self.is_own = True
         """False for a fork that the policy has not answered yet: its ids are another dialogue's."""
         self._has_thought = False
@@ -92,18 +105,25 @@ class Dialogue:
             ConfigError: the template refuses the messages.
         """
         if not self._ids:
-            ids = self._renderer.first_ids(messages, self._tools)
-            return Prompt(ids, ids, 0, messages, replaces_history)
+            ids, images = self._renderer.first(messages, self._tools)
+            return Prompt(ids, ids, 0, messages, replaces_history, images)
         if not replaces_history and self._can_bridge(messages):
-            bridge = self._renderer.bridge_ids(self._ids[-1], self._named(messages))
+            bridge = self._renderer.bridge(self._ids[-1], self._named(messages))
             return self._continued(bridge, messages)
         whole = messages if replaces_history else [*self.messages, *messages]
         text = self._renderer.render([self._as_written(m) for m in whole], self._tools)
-        rest = _continuation(self._renderer.tokenizer.decode(self.token_ids), text)
+        shown = pictures(whole)
+        # The text of two pictures is the same: their hashes tell them apart.
+        num_sent, sent = len(self._images), [image.sha256 for image in self._images]
+        rest = None
+        if [image["sha256"] for image in shown[:num_sent]] == sent:
+            sent_ids = collapsed(self._ids, self._images)
+            rest = _continuation(self._renderer.tokenizer.decode(sent_ids), text)
         if rest is None:
-            ids = tuple(self._renderer.encode(text))
-            return Prompt(ids, ids, self._branch + 1, messages, replaces_history)
-        return self._continued(tuple(self._renderer.encode(rest)), messages, replaces_history)
+            ids, images = self._renderer.encode_row(text, shown)
+            return Prompt(ids, ids, self._branch + 1, messages, replaces_history, images)
+        added = self._renderer.encode_row(rest, shown[num_sent:])
+        return self._continued(added, messages, replaces_history)
 
     def answer(
         self, prompt: Prompt, sampled_ids: Sequence[int], *, text: str | None = None
@@ -126,6 +146,7 @@ class Dialogue:
         if prompt.branch != self._branch:
             self._branch = prompt.branch
             self._ids = []  # a new list: points of the old branch keep theirs
+        self._images = prompt.images
         self._ids[prompt.num_kept :] = (*prompt.added, *sampled_ids)
         if prompt.replaces_history:
             self.messages = []
@@ -134,7 +155,7 @@ class Dialogue:
 
     def here(self) -> Point:
         """Return the dialogue's present point."""
-        return Point(self._ids, len(self._ids), self.messages, len(self.messages))
+        return Point(self._ids, len(self._ids), self.messages, len(self.messages), self._images)
 
     def stands_at(self, point: Point) -> bool:
         """Return whether nothing was appended since."""
@@ -147,6 +168,7 @@ class Dialogue:
         """
         other = Dialogue(self._renderer, self._tools, dialect=self._dialect)
         other._ids = point.ids[: point.num_ids]
+        other._images = point.images
         other.messages = point.messages[: point.num_messages]
         other.is_own, other._branch = False, -1
         other._has_thought, other._texts = self._has_thought, self._texts
@@ -154,13 +176,15 @@ class Dialogue:
         return other
 
     def _continued(
-        self, new_ids: tuple[int, ...], messages: Sequence[Message], replaces_history: bool = False
+        self, new: Rendered, messages: Sequence[Message], replaces_history: bool = False
     ) -> Prompt:
-        ids = (*self._ids, *new_ids)
+        ids, images = (*self._ids, *new.token_ids), self._images
+        if new.images:
+            images += tuple(image.moved(len(self._ids)) for image in new.images)
         if self.is_own:
-            return Prompt(ids, new_ids, self._branch, messages, replaces_history)
+            return Prompt(ids, new.token_ids, self._branch, messages, replaces_history, images)
         # What another dialogue has sampled is trained on there: here it is part of the prompt.
-        return Prompt(ids, ids, self._branch + 1, messages, replaces_history)
+        return Prompt(ids, ids, self._branch + 1, messages, replaces_history, images)
 
     def _named(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the names of the tools whose results they are."""

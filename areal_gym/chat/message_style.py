@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_gym.types import Message, ToolCall
+from areal_gym.message_types import joined_content
+from areal_gym.types import Message, ToolCall, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class MessageStyle:
                 names |= {call["id"]: call["function"]["name"] for call in calls}
                 num_calls += len(calls)
                 if self.is_one_text and changed.get("thinking") and message["content"]:
-                    changed["thinking"] += f"\n{message['content']}"
+                    changed["thinking"] += f"\n{text_of(message['content'])}"
                     changed["content"] = ""
                 if self.has_null_content and not message["content"]:
                     changed["content"] = None
@@ -90,7 +91,7 @@ def joined(
 
 
 def _both(first: Message, second: Message) -> Message:
-    return {**first, "content": f"{first['content']}\n\n{second['content']}"}
+    return {**first, "content": joined_content([first["content"], second["content"]], "\n\n")}
 
 
 STYLES = [

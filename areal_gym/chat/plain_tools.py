@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from areal_gym.chat.template import ToolSchemas
 from areal_gym.chat.tool_call_formats import write_call
-from areal_gym.types import Message
+from areal_gym.message_types import joined_content
+from areal_gym.types import Message, text_of
 
 
 def describe(
@@ -29,7 +30,8 @@ def describe(
     if not has_tool_role:
         text += "\nWhat it answers comes back between <tool_response> tags."
     if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+        both = joined_content([messages[0]["content"], text], "\n\n")
+        return [{**messages[0], "content": both}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 
@@ -48,13 +50,13 @@ def as_user(messages: Sequence[Message], *, without_calls: bool = False) -> list
         if message["role"] == "assistant":
             has_call = without_calls and "tool_calls" in message
         if message["role"] == "tool" and not (has_call and "tool_call_id" in message):
-            content = f"<tool_response>\n{content}\n</tool_response>"
+            content = joined_content(["<tool_response>\n", content, "\n</tool_response>"], "")
         elif not (is_answering and message["role"] == "user"):
             is_answering = False
             changed.append(message)
             continue
         if is_answering:
-            content = f"{changed.pop()['content']}\n{content}"
+            content = joined_content([changed.pop()["content"], content], "\n")
         changed.append({"role": "user", "content": content})
         is_answering = True
     return changed
@@ -66,4 +68,7 @@ def as_text(message: Message) -> Message:
     calls = (
         write_call(function["name"], function["arguments"], "hermes") for function in functions
     )
-    return {"role": "assistant", "content": "\n".join(filter(None, (message["content"], *calls)))}
+    return {
+        "role": "assistant",
+        "content": "\n".join(filter(None, (text_of(message["content"]), *calls))),
+    }

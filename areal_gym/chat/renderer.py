@@ -31,8 +31,9 @@ from areal_gym.chat.tokenizer import (
     read_stop_ids,
 )
 from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, END_THINK, parse_assistant
+from areal_gym.chat.vision import Rendered, Vision, pictures, seen
 from areal_gym.errors import ConfigError
-from areal_gym.types import Message
+from areal_gym.types import ImagePart, Message, images_of
 
 _CACHE_SIZE = 4096
 """Limit for the remembered results of probes: programs may bring any number of tool sets."""
@@ -61,6 +62,7 @@ class Renderer:
         stop_token_ids: Iterable[int] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         keeps_thinking: bool = True,
+        vision: Vision | None = None,
     ) -> None:
         """Compile the template and probe its behaviour.
 
@@ -72,17 +74,21 @@ class Renderer:
             template_kwargs: other variables of the template, such as `enable_thinking`.
             keeps_thinking: whether the thinking of earlier turns stays in the prompt. If not, the
                 template decides, and a turn that follows a thought may begin a new branch.
+            vision: how the policy takes pictures; None refuses them.
 
         Raises:
             ConfigError: the template is invalid, or has no end of turn that could be sampled.
         """
         self.tokenizer = tokenizer
         self.keeps_thinking = keeps_thinking
+        self.vision = vision
+        """How the policy takes pictures; None if it cannot see."""
         self.template = ChatTemplate(
             chat_template,
             special_tokens=special_tokens,
             control_tokens=tokenizer.control_tokens,
             kwargs=template_kwargs,
+            image_marks=() if vision is None else {vision.mark, vision.placeholder},
         )
         self._has_call: dict[tuple[str, ...], bool] = {}
         self._ends: re.Pattern[str] | None = None
@@ -112,6 +118,10 @@ class Renderer:
         self._set_ends(tokenizer.decode([id]) for id in self.stop_token_ids)
         self.knows_tool_role = template_probe.knows_tool_role(self.template)
         """Whether the template renders tool results; else they become user messages."""
+        self.image_roles = frozenset[str]()
+        """The roles in whose messages the template writes pictures."""
+        if vision is not None:
+            self.image_roles = template_probe.image_roles(self, vision.mark)
         self.before_answers = template_probe.written_before_answers(self)
         """The template's text before an assistant's text, which sampled text already contains."""
         self.keeps_prose_as_text = template_probe.keeps_prose_as_text(self.template)
@@ -168,6 +178,7 @@ class Renderer:
             stop_token_ids=stop_ids,
             template_kwargs=template_kwargs,
             keeps_thinking=keeps_thinking,
+            vision=Vision.from_checkpoint(directory, tokenizer),
         )
 
     # ---- ids ----------------------------------------------------------------------------------
@@ -178,10 +189,18 @@ class Renderer:
         Raises:
             ConfigError: the template refuses the messages.
         """
-        return tuple(self.encode(self.render(messages, tools)))
+        return self.first(messages, tools).token_ids
+
+    def first(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> Rendered:
+        """Return the ids of the first prompt with the places of its pictures; see `first_ids`."""
+        return self.encode_row(self.render(messages, tools), pictures(messages))
 
     def bridge_ids(self, last_id: int, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the ids between a sampled turn and the next.
+        """Return the ids between a sampled turn and the next; see `bridge`."""
+        return self.bridge(last_id, messages).token_ids
+
+    def bridge(self, last_id: int, messages: Sequence[Message]) -> Rendered:
+        """Return the ids between a sampled turn and the next, with the places of pictures.
 
         Args:
             last_id: the last id that was sampled. When it ends a turn, the template's end of turn
@@ -191,9 +210,20 @@ class Renderer:
         Raises:
             ConfigError: the template refuses the messages.
         """
-        ids = tuple(self.encode(self.bridge_text(messages)))
+        ids, images = self.encode_row(self.bridge_text(messages), pictures(messages))
         is_ended = last_id in self.stop_token_ids and not self.turn_ends.is_by_reply
-        return ids[1:] if is_ended or last_id == ids[0] else ids
+        if not (is_ended or last_id == ids[0]):
+            return Rendered(ids, images)
+        return Rendered(ids[1:], tuple(image.moved(-1) for image in images))
+
+    def encode_row(self, text: str, images: Sequence[ImagePart]) -> Rendered:
+        """Return the ids of rendered text, with all placeholders of its pictures, in order.
+
+        Raises:
+            ConfigError: the text has more or fewer placeholders than pictures.
+        """
+        ids = self.encode(text)
+        return Rendered(tuple(ids)) if self.vision is None else self.vision.expanded(ids, images)
 
     def no_bridge_reason(
         self, first: Sequence[Message], tools: ToolSchemas, reply: Sequence[Message]
@@ -293,12 +323,12 @@ class Renderer:
             tools = ()
         messages = self._adapt(messages)
         try:
-            return self.template.render(messages, tools)
+            return self._image_text(self.template.render(messages, tools))
         except ConfigError:
             changed = plain_tools.as_user(messages, without_calls=True)
             if changed == list(messages):
                 raise
-            return self.template.render(changed, tools)
+            return self._image_text(self.template.render(changed, tools))
 
     def bridge_text(self, reply: Sequence[Message]) -> str:
         """Return a bridge's text: the end of the assistant's turn, `reply`, the next header.
@@ -315,10 +345,12 @@ class Renderer:
         if shape not in self._has_call:
             # Some templates refuse a tool result without its call, some refuse two calls in one
             # turn.
-            has_call = "tool" in shape and template_probe.accepts_calls(self.template, reply)
+            is_result = any(message["role"] == "tool" for message in reply)
+            has_call = is_result and template_probe.accepts_calls(self.template, reply)
             self._has_call[shape] = has_call
         answer = template_probe.reference_answer(reply, has_call=self._has_call[shape])
-        text = self.template.render([{"role": "user", "content": "x"}, answer, *reply])
+        first: Message = {"role": "user", "content": "x"}
+        text = self._image_text(self.template.render([first, answer, *reply]))
         _before, sentinel, after = text.rpartition(template_probe.SENTINEL)
         start = self.end_in(after) if self._ends else 0
         if not sentinel or not after or start < 0:
@@ -328,10 +360,21 @@ class Renderer:
         return after[start:]
 
     def _adapt(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Convert tool results to user messages for a template that knows no tools."""
+        """Convert tool results to user messages for a template that knows no tools.
+
+        Pictures of messages in which the template drops them follow in a user's message.
+
+        Raises:
+            ConfigError: there are pictures, and the policy cannot see.
+        """
+        if any(not isinstance(message["content"], str) for message in messages):
+            messages = seen(messages, self.vision, self.image_roles)
         if all(message["role"] != "tool" for message in messages) or self.knows_tool_role:
             return messages
         return plain_tools.as_user(messages)
+
+    def _image_text(self, text: str) -> str:
+        return text if self.vision is None else self.vision.processed(text)
 
     def _supports(self, messages: Sequence[Message], tools: ToolSchemas) -> bool:
         """Return whether the template describes the tools to the policy."""
@@ -347,6 +390,10 @@ def _has_system(messages: Sequence[Message]) -> bool:
 
 
 def reply_shape(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return the roles in order; two stand for a longer run of the same role."""
-    roles = [message["role"] for message in messages]
+    """Return the roles in order; two stand for a longer run of the same role.
+
+    A role whose message has pictures is marked by `template_probe.WITH_IMAGE`.
+    """
+    marks = {True: template_probe.WITH_IMAGE, False: ""}
+    roles = [m["role"] + marks[bool(images_of(m["content"]))] for m in messages]
     return tuple(role for i, role in enumerate(roles) if roles[max(0, i - 2) : i] != [role] * 2)

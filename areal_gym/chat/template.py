@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_gym.chat.message_style import MessageStyle, joined
 from areal_gym.errors import ConfigError
+from areal_gym.message_types import map_text
 from areal_gym.types import Message
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class ChatTemplate:
         special_tokens: names that it may use, such as `bos_token`.
         control_tokens: texts that the tokenizer takes for tokens of their own.
         kwargs: its other variables, such as `enable_thinking`.
+        image_marks: texts that stand for pictures. Only the template itself writes them: not even
+            in what the policy has written do they become placeholders.
 
     Raises:
         ConfigError: the template is no template.
@@ -46,6 +49,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         control_tokens: Iterable[str] = (),
         kwargs: Mapping[str, Any] | None = None,
+        image_marks: Iterable[str] = (),
     ) -> None:
         self.source = source
         self.style = MessageStyle()
@@ -55,6 +59,8 @@ class ChatTemplate:
         # The longest first, so that a token which begins like another one is found whole.
         tokens = sorted((t for t in control_tokens if len(t) > 1), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, tokens))) if tokens else None
+        marks = sorted(image_marks, key=len, reverse=True)
+        self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
         self._has_system = self._may_repeat_user = True
         asked: Message = {"role": "user", "content": "Go on."}
         if self._takes(asked):
@@ -100,12 +106,28 @@ class ChatTemplate:
     def _harmless(self, message: Message) -> Message:
         """Return the message with control tokens broken up, unless the policy has sampled them."""
         content = message["content"]
-        if message["role"] == "assistant" or self._control is None:
+        if message["role"] == "assistant":
+            return message if self._marks is None else _map_texts(message, self._marks)
+        if self._control is None:
             return message
-        if BREAK in content:
-            content = content.replace(BREAK, "\ufffd")
-        broken = self._control.sub(lambda token: token[0][0] + BREAK + token[0][1:], content)
-        return message if broken == message["content"] else {**message, "content": broken}
+        control = self._control
+        broken = map_text(content, lambda text: _broken_up(text, control))
+        return message if broken == content else {**message, "content": broken}
+
+
+def _broken_up(text: str, tokens: re.Pattern[str]) -> str:
+    if BREAK in text:
+        text = text.replace(BREAK, "\ufffd")
+    return tokens.sub(lambda token: token[0][0] + BREAK + token[0][1:], text)
+
+
+def _map_texts(value: Any, tokens: re.Pattern[str]) -> Any:
+    """Break up tokens in all texts of a message, those of its calls, too."""
+    if isinstance(value, str):
+        return _broken_up(value, tokens) if tokens.search(value) else value
+    if isinstance(value, Mapping):
+        return {name: _map_texts(item, tokens) for name, item in value.items()}
+    return [_map_texts(item, tokens) for item in value] if isinstance(value, list) else value
 
 
 def _compile(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:

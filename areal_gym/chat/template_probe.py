@@ -10,17 +10,29 @@ from areal_gym.chat.message_style import STYLES, MessageStyle
 from areal_gym.chat.template import BREAK, ChatTemplate, ToolSchemas
 from areal_gym.chat.tool_call_formats import DIALECTS, END_THINK, THINK, parse_assistant
 from areal_gym.errors import ConfigError
-from areal_gym.types import Message, ToolCall
+from areal_gym.types import ImagePart, Message, TextPart, ToolCall, text_of
 
 # Letters only, so that no template strips, splits or escapes it.
 SENTINEL = "ArealGymSentinel"
 _TEXTS = ("Seven.", "x = {1: '2'}\n\nNaïve 数学 🙂 end", "a  b\tc <b>&amp;</b>")
 
 
+WITH_IMAGE = "+image"
+"""Ends a role, in the shape of a reply, whose message has pictures."""
+_PICTURE: ImagePart = {
+    "type": "image",
+    "sha256": "0" * 64,
+    "width": 64,
+    "height": 64,
+    "media_type": "image/png",
+}
+
+
 class ProbedRenderer(Protocol):
     """The part of a renderer that probes use."""
 
     template: ChatTemplate
+    knows_tool_role: bool
     opening: str
     before_answers: str
     end_of_turn: str
@@ -87,6 +99,35 @@ def knows_tool_role(template: ChatTemplate) -> bool:
         if SENTINEL + "A" in text:
             return True
     return False
+
+
+def image_roles(renderer: ProbedRenderer, mark: str) -> frozenset[str]:
+    """Return the roles in whose messages the template writes each picture, and writes it once.
+
+    Results of tools are users' messages for a template that knows no tools.
+    """
+    shown: list[TextPart | ImagePart] = [{"type": "text", "text": SENTINEL}, _PICTURE]
+    template, roles = renderer.template, set()
+    for role in ("system", "user", "tool"):
+        asked = first_messages(False)
+        if role == "system":
+            dialogue: list[Message] = [{"role": "system", "content": shown * 2}, *asked]
+        elif role == "user":
+            dialogue = [{"role": "user", "content": shown * 2}]
+        else:
+            answer: Message = {**_tool_answer("7"), "content": shown * 2}
+            has_call = accepts_calls(template, [_tool_answer("7")])
+            dialogue = [*asked, reference_answer([answer], has_call=has_call), answer]
+        try:
+            text = template.render(dialogue)
+        except ConfigError:
+            continue
+        # After the calls of a tool, whose sentinel is another one.
+        if text.count(mark) == 2 and text.rpartition(mark)[0].count(SENTINEL) >= 2:
+            roles.add(role)
+    if not renderer.knows_tool_role and "user" in roles:
+        roles.add("tool")
+    return frozenset(roles)
 
 
 def thinking_opening(template: ChatTemplate) -> str:
@@ -165,7 +206,7 @@ def _dialect_of(renderer: ProbedRenderer, is_exact: bool) -> str | None:
         for dialect in DIALECTS:
             message = parse_assistant(turn_text[start:], dialect)
             is_read = [call["function"] for call in message.get("tool_calls", [])] == [wanted]
-            if is_read and not (is_exact and message["content"].strip()):
+            if is_read and not (is_exact and text_of(message["content"]).strip()):
                 return dialect
     return None
 
@@ -281,8 +322,9 @@ def find_difference(
             parts: list[tuple[str | None, str]] = []
             for content in _TEXTS:
                 reply = _reply(shape, content, num_calls, renderer.template.style)
-                num_calls += shape.count("tool")
-                has_call = "tool" in shape and accepts_calls(renderer.template, reply)
+                num_results = sum(message["role"] == "tool" for message in reply)
+                num_calls += num_results
+                has_call = num_results > 0 and accepts_calls(renderer.template, reply)
                 answer = reference_answer(reply, has_call=has_call)
                 if not has_call:
                     answer["content"] = content
@@ -301,7 +343,8 @@ def _reply(
     shape: tuple[str, ...], content: str, num_calls: int, style: MessageStyle
 ) -> list[Message]:
     reply: list[Message] = []
-    for role in shape:
+    for kind in shape:
+        role = kind.removesuffix(WITH_IMAGE)
         if role == "tool":
             answer = _tool_answer(content, len(reply))
             if style.has_named_ids:  # counted through the whole dialogue
@@ -309,6 +352,8 @@ def _reply(
             reply.append(answer)
         else:
             reply.append({"role": role, "content": content})  # type: ignore[typeddict-item]
+        if role != kind:
+            reply[-1]["content"] = [_PICTURE, {"type": "text", "text": content}, _PICTURE]
     return reply
 
 

@@ -15,7 +15,7 @@ from areal_gym.cli.output import print_data, talk
 from areal_gym.cli.own_task import env_with_arguments
 from areal_gym.errors import UsageError, choices, did_you_mean
 from areal_gym.plugins import registry
-from areal_gym.types import Message, ToolCall
+from areal_gym.types import Message, ToolCall, readable
 from areal_gym.utils.markup import counted, visible
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _print_tools(env: TextEnv) -> None:
 
 
 def _print_message(message: Message) -> None:
-    print_data(visible(f"[{message['role']}] {message['content']}"))
+    print_data(visible(f"[{message['role']}] {readable(message['content'])}"))
 
 
 def _print_step(env: TextEnv, result: StepResult) -> None:

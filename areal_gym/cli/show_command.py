@@ -17,6 +17,7 @@ from areal_gym.errors import GymError, UnknownIdError, UsageError, did_you_mean
 from areal_gym.plugins import KINDS, BenchmarkSpec, Entry, EnvSpec, Spec, registry
 from areal_gym.plugins.registry import as_kind
 from areal_gym.run_dir.evaluations import EVALUATION_FILE, Evaluation
+from areal_gym.types import readable
 from areal_gym.utils.markup import visible
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def _print_card(card: dict[str, Any], spec: Spec) -> None:
     if "sample_messages" in card:
         print_data(f"\na task ({card['sample_task']['id']}, split {card['sample_task']['split']}):")
         for message in card["sample_messages"]:
-            text = visible(f"[{message['role']}] {message['content']}")
+            text = visible(f"[{message['role']}] {readable(message['content'])}")
             print_data(textwrap.indent(text, "  "))
         print_data(f"\nplay it yourself: areal-gym play {card['id']}")
     if "sample_error" in card:

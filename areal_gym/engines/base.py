@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from areal_gym.types import FinishReason, RoutedExperts
+from areal_gym.types import FinishReason, ImageRef, RoutedExperts
 
 if TYPE_CHECKING:  # the protocol names tensors, but importing torch is the engine's business
     import torch
@@ -20,6 +20,7 @@ __all__ = [
     "Generation",
     "Grammar",
     "GrammarEngine",
+    "ImageEngine",
     "InterruptedEngine",
     "LocalEngine",
     "Piece",
@@ -35,7 +36,6 @@ __all__ = [
     "WeightServer",
     "adapter_name",
     "stream_from",
-    "stream_in_chunks",
 ]
 
 
@@ -198,20 +198,55 @@ class GrammarEngine(Engine, Protocol):
     takes_grammars: bool
 
 
+@runtime_checkable
+class ImageEngine(Engine, Protocol):
+    """An engine of a vision-language model. If it streams, its `stream` takes `images`, too."""
+
+    takes_images: bool
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageRef] = (),
+    ) -> Generation:
+        """Sample a continuation of `prompt_ids`, in which pictures are.
+
+        Args:
+            prompt_ids: the whole context, with all placeholders of its pictures.
+            params: how to sample. The ids of placeholders are never sampled.
+            session: as in `Engine.generate`. Equal ids with other pictures are other contexts.
+            images: the pictures, in order; `start` counts from the beginning of `prompt_ids`. Their
+                bytes are in the image store of the process.
+
+        Raises:
+            EngineError: the policy could not be sampled, or has read another number of tokens.
+        """
+
+
 async def stream_from(
-    engine: Engine, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    engine: Engine,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    session: str | None = None,
+    images: Sequence[ImageRef] = (),
 ) -> AsyncGenerator[Piece, None]:
     """Stream from any engine; one without a stream gives everything in one piece."""
+    given: dict[str, Any] = {"images": images} if images else {}
     if isinstance(engine, StreamingEngine):
-        async with aclosing(engine.stream(prompt_ids, params, session=session)) as pieces:
+        async with aclosing(engine.stream(prompt_ids, params, session=session, **given)) as pieces:
             async for piece in pieces:
                 yield piece
         return
-    whole = await engine.generate(prompt_ids, params, session=session)
-    yield _piece(whole, whole.finish_reason)
+    whole = await engine.generate(prompt_ids, params, session=session, **given)
+    yield piece_of(whole, whole.finish_reason)
 
 
-def _piece(part: Generation, finish_reason: FinishReason | None) -> Piece:
+def piece_of(part: Generation, finish_reason: FinishReason | None) -> Piece:
+    """Return a generation as a piece of a longer one."""
     return Piece(
         token_ids=part.token_ids,
         logprobs=part.logprobs,
@@ -219,33 +254,6 @@ def _piece(part: Generation, finish_reason: FinishReason | None) -> Piece:
         finish_reason=finish_reason,
         routed_experts=part.routed_experts,
     )
-
-
-async def stream_in_chunks(
-    engine: Engine,
-    prompt_ids: Sequence[int],
-    params: SamplingParams,
-    *,
-    session: str | None,
-    chunk_tokens: int,
-) -> AsyncGenerator[Piece, None]:
-    """Stream by short generations, each of which continues the one before.
-
-    This suits engines that cache sessions, so that continuing is cheap, and that sample a token by
-    seed and position. All guarantees of `generate` (retries, versions, publications) hold for each
-    chunk.
-    """
-    token_ids = list(prompt_ids)
-    left = min(params.max_new_tokens, engine.max_context - len(token_ids))
-    finish_reason = None
-    while finish_reason is None:
-        chunk = replace(params, max_new_tokens=min(left, chunk_tokens))
-        part = await engine.generate(token_ids, chunk, session=session)
-        token_ids += part.token_ids
-        left -= len(part.token_ids)
-        if part.finish_reason is not FinishReason.LENGTH or left <= 0:
-            finish_reason = part.finish_reason
-        yield _piece(part, finish_reason)
 
 
 @runtime_checkable

@@ -44,7 +44,7 @@ from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, ToolError, UsageError
 from areal_gym.places import ProgramPlace
 from areal_gym.tasks.base import SampledTasks, TaskSource, choose_task, given_task
-from areal_gym.types import Message, Task, ToolCall
+from areal_gym.types import Message, Task, ToolCall, readable
 from areal_gym.utils.markup import block, dialogue, pairs, short
 
 __all__ = ["Response", "StepResult", "TextEnv", "ToolResults", "run_on_kept_loop"]
@@ -295,7 +295,7 @@ class TextEnv(gymnasium.Env[str, str]):
         self.num_turns = 0
         self.num_tool_calls = 0
         self._is_over = False
-        return self._messages[-1]["content"], {
+        return readable(self._messages[-1]["content"]), {
             "messages": tuple(self._messages),
             "task_id": self.task.id,
             "task": self.task.to_dict(),
@@ -396,4 +396,4 @@ class TextEnv(gymnasium.Env[str, str]):
     @final
     def render(self) -> str:
         """Return the dialogue so far as text."""
-        return "\n".join(f"[{m['role']}] {m['content']}" for m in self._messages)
+        return "\n".join(f"[{m['role']}] {readable(m['content'])}" for m in self._messages)

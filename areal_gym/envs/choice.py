@@ -16,7 +16,7 @@ from areal_gym.errors import DataError
 from areal_gym.tasks import Draft, GeneratedTasks, SourceRow, key_of_text
 from areal_gym.tasks.given_tasks import open_tasks
 from areal_gym.tasks.row_checks import text_field
-from areal_gym.types import Message, Task
+from areal_gym.types import Message, Task, text_of
 
 LETTERS = "ABCDEFGHIJ"
 _LETTER = re.compile(r"(?:\\(?:text|mathrm|textbf|mathbf)\s*\{)?[\s(*$]*([A-J])(?![A-Za-z'’])")
@@ -90,7 +90,7 @@ class ChoiceEnv(QuestionEnv):
         """Compare the letter and end the episode."""
         letter = None
         with self.judging():
-            letter = chosen_letter(message["content"])
+            letter = chosen_letter(text_of(message["content"]))
         is_right = letter == self._choices(self.task)[1]
         return Response(
             reward=float(is_right),

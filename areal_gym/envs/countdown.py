@@ -18,7 +18,7 @@ from areal_gym.errors import DataError, UsageError
 from areal_gym.tasks import Draft, GeneratedTasks
 from areal_gym.tasks.given_tasks import open_tasks
 from areal_gym.tasks.rows import SourceRow
-from areal_gym.types import Message, Task
+from areal_gym.types import Message, Task, text_of
 
 __all__ = ["CountdownEnv", "countdown_tasks", "uses_exactly"]
 
@@ -142,7 +142,7 @@ class CountdownEnv(QuestionEnv):
 
     async def respond(self, message: Message) -> Response:
         """Grade the expression."""
-        expression = _as_arithmetic(extract_answer(message["content"]) or "")
+        expression = _as_arithmetic(extract_answer(text_of(message["content"])) or "")
         try:
             value = evaluate(expression)
         except ValueError:

@@ -13,7 +13,7 @@ from areal_gym.errors import UsageError
 from areal_gym.rewards import RewardInput, RewardSet, load_rewards
 from areal_gym.tasks import TaskSource
 from areal_gym.tasks.given_tasks import open_tasks, read_once
-from areal_gym.types import Message, Task
+from areal_gym.types import Message, Task, text_of
 from areal_gym.utils.session_objects import with_objects
 
 
@@ -81,13 +81,13 @@ class PromptsEnv(TextEnv):
         if self.tools:
             called = await self.call_tools(message)
             results = called.messages
-            self._tool_results += [result["content"] for result in results]
+            self._tool_results += [text_of(result["content"]) for result in results]
             metrics = {"tool_calls": called.num_calls, "tool_errors": called.num_errors}
             if results and self.num_turns < self.max_turns:
                 return Response(messages=results, metrics=metrics)
         score = await self.rewards.score(
             RewardInput(
-                completion=message["content"],
+                completion=text_of(message["content"]),
                 messages=(*self.messages, *results),
                 prompt=self._prompt,
                 tool_results=tuple(self._tool_results),

@@ -32,7 +32,7 @@ from areal_gym.tasks.given_tasks import open_tasks, read_once
 from areal_gym.tasks.opening import hub_splits, read_rows
 from areal_gym.tasks.row_checks import row_filter, text_field
 from areal_gym.tasks.rows import SourceRow
-from areal_gym.types import Message, Task
+from areal_gym.types import Message, Task, text_of
 
 DATA_DIR_VARIABLE = "AREAL_GYM_DATA"
 """The environment variable that names a directory of data sets (`gsm8k/test.jsonl.gz`, ...)."""
@@ -110,7 +110,7 @@ class AnswerEnv(QuestionEnv):
         """Grade the assistant's text and end the episode."""
         answer, is_right = None, False
         with self.judging():
-            answer = extract_answer(message["content"])
+            answer = extract_answer(text_of(message["content"]))
             is_right = answer is not None and await self.is_right(answer)
         return Response(
             reward=float(is_right),

@@ -12,7 +12,8 @@ import numpy as np
 
 from areal_gym.envs.judging import JUDGE_ERRORS
 from areal_gym.errors import EnvError, RewardError
-from areal_gym.types import Message, ToolCall
+from areal_gym.message_types import is_content
+from areal_gym.types import Content, Message, ToolCall
 from areal_gym.utils.markup import short
 
 Info = dict[str, Any]
@@ -58,7 +59,7 @@ class ToolResults:
     """Calls beyond a limit, which were not run."""
 
 
-def tool_message(call: ToolCall, content: str) -> Message:
+def tool_message(call: ToolCall, content: Content) -> Message:
     """Return the message that answers a tool call."""
     name = call["function"]["name"]
     return {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
@@ -76,13 +77,13 @@ def refusal(num_refused: int, limit: int, *, is_of_message: bool) -> Message:
 
 
 def require_messages(messages: Sequence[Message], source: str) -> None:
-    """Raise EnvError unless every message that the method `source` gave has a role and a text."""
+    """Raise EnvError unless every message of the method `source` has a role and a content."""
     for message in messages:
-        is_message = isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        is_message = isinstance(message, Mapping) and is_content(message.get("content"))
         if not is_message or message.get("role") not in _ROLES:
             raise EnvError(
                 f"{source} gave {short(message)}, which is not a message: it needs a role "
-                f"({', '.join(_ROLES)}) and a content that is text"
+                f"({', '.join(_ROLES)}) and a content, a text or a list of texts and pictures"
             )
 
 

@@ -31,6 +31,7 @@ from areal_gym.gateway.output_constraints import (
 from areal_gym.gateway.reply_formats import ReplyFormat
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message
+from areal_gym.types import text_of as plain_text
 
 
 class Item(BaseModel):
@@ -148,7 +149,7 @@ class Response(ReplyFormat):
         """Return the body of a reply that is not a stream."""
         (completion,) = completions
         thought = completion.message.get("reasoning_content")
-        content = completion.message["content"]
+        content = plain_text(completion.message["content"])
         self._output = []
         if thought:
             self._output.append(self._text_item("reasoning_content", thought))

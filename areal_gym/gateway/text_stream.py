@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from areal_gym.chat import Renderer
 from areal_gym.chat.harmony import ENDS
 from areal_gym.chat.tool_call_formats import DIALECTS, END_THINK, may_begin_thinking, split_thinking
-from areal_gym.types import Message
+from areal_gym.types import Message, text_of
 
 Delta = tuple[str, str]
 """("content" or "reasoning_content", a text to append to it)."""
@@ -111,7 +111,7 @@ def deltas_of(message: Message) -> list[Delta]:
     """Return a whole message as deltas."""
     both = [
         ("reasoning_content", message.get("reasoning_content", "")),
-        ("content", message["content"]),
+        ("content", text_of(message["content"])),
     ]
     return [delta for delta in both if delta[1]]
 

@@ -24,7 +24,7 @@ from areal_gym.chat import Dialogue, Prompt
 from areal_gym.chat.dialogue import Point
 from areal_gym.errors import ConfigError
 from areal_gym.recording.recorder import RawText, Recorder
-from areal_gym.types import Message
+from areal_gym.types import ImagePart, Message, TextPart
 
 
 class Conversations:
@@ -112,7 +112,13 @@ class Conversations:
 
 def _next_key(before: bytes, message: Message) -> bytes:
     calls = [call["function"] for call in message.get("tool_calls", [])]
-    return _digest(before, [message["role"], message["content"].strip(), calls])
+    content = message["content"]
+    said = content.strip() if isinstance(content, str) else [_named(part) for part in content]
+    return _digest(before, [message["role"], said, calls])
+
+
+def _named(part: TextPart | ImagePart) -> list[str]:
+    return [part["type"], part["text"] if part["type"] == "text" else part["sha256"]]
 
 
 def _digest(before: bytes, content: object) -> bytes:

@@ -22,10 +22,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from areal_gym.chat import Dialogue, Prompt, Renderer
-from areal_gym.engines.base import Engine, Generation, Piece, SamplingParams, stream_from
-from areal_gym.errors import EngineError
+from areal_gym.engines.base import (
+    Engine,
+    Generation,
+    ImageEngine,
+    Piece,
+    SamplingParams,
+    stream_from,
+)
+from areal_gym.errors import ConfigError, EngineError
 from areal_gym.recording.record import EpisodeRecord, TurnDraft
-from areal_gym.types import FinishReason, Message, RoutedExperts, TokenSpan
+from areal_gym.types import FinishReason, Message, RoutedExperts, TokenSpan, text_of
 from areal_gym.utils.packed_numbers import Floats, Ints
 
 _names = itertools.count()
@@ -63,6 +70,9 @@ class RawText:
         """Return the prompt for which the policy continues `text`, which begins with this one."""
         new: list[Message] = [{"role": "user", "content": text[len(self.text) :]}]
         added = tuple(self._renderer.tokenizer.encode(text[len(self.text) :]))
+        vision = self._renderer.vision
+        if vision is not None and not {*vision.banned_ids}.isdisjoint(added):
+            raise ConfigError(f"a text has {vision.placeholder}, which stands for a picture")
         return Prompt((*self.token_ids, *added), added, 0, new)
 
     def answer(
@@ -72,7 +82,7 @@ class RawText:
         if text is None:
             text = self._renderer.decode(sampled_ids)
         self.token_ids += [*prompt.added, *sampled_ids]
-        self.text += prompt.messages[0]["content"] + text
+        self.text += text_of(prompt.messages[0]["content"]) + text
         return {"role": "assistant", "content": text}
 
 
@@ -144,6 +154,11 @@ class Recorder(EpisodeRecord):
             ContextFullError: there is no room for an answer.
             EngineError: the policy could not be sampled.
         """
+        if prompt.images and not getattr(self.engine, "takes_images", False):
+            raise ConfigError(
+                f"the prompt has pictures, and {type(self.engine).__name__} takes texts only",
+                hints=["serve the vision-language model with an engine that takes pictures"],
+            )
         number, self.num_calls = self.num_calls, self.num_calls + 1
         if len(prompt.token_ids) >= self.engine.max_context:
             raise ContextFullError(len(prompt.token_ids), self.engine.max_context)
@@ -161,7 +176,7 @@ class Recorder(EpisodeRecord):
                 self._names[dialogue] = f"{self.name}/{name_number}" if name_number else self.name
             name = self._names[dialogue]
             if on_tokens is None:
-                generation = await self.engine.generate(prompt.token_ids, params, session=name)
+                generation = await self._generate(prompt, params, name)
             else:
                 generation = await self._stream(prompt, params, name, on_tokens)
         finally:
@@ -177,6 +192,14 @@ class Recorder(EpisodeRecord):
             self._turn_of[id(message)] = len(self.turns) - 1
             self.messages += [*prompt.messages, message]
         return message, generation
+
+    async def _generate(self, prompt: Prompt, params: SamplingParams, name: str) -> Generation:
+        engine = self.engine
+        if prompt.images and isinstance(engine, ImageEngine):
+            return await engine.generate(
+                prompt.token_ids, params, session=name, images=prompt.images
+            )
+        return await engine.generate(prompt.token_ids, params, session=name)
 
     def turn_of(self, message: Message) -> TurnDraft:
         """Return the turn of this message, else the newest one; raises IndexError without turns."""
@@ -202,7 +225,9 @@ class Recorder(EpisodeRecord):
     ) -> Generation:
         pieces: list[Piece] = []
         finish_reason = None
-        stream = stream_from(self.engine, prompt.token_ids, params, session=name)
+        stream = stream_from(
+            self.engine, prompt.token_ids, params, session=name, images=prompt.images
+        )
         async with aclosing(stream):
             async for piece in stream:
                 num_kept = on_tokens(piece.token_ids)
@@ -229,7 +254,11 @@ class Recorder(EpisodeRecord):
     def _keep(self, prompt: Prompt, generation: Generation, branch: int, engine_s: float) -> None:
         span = partial(TokenSpan, turn=len(self.turns), branch=branch)
         self._spans.append(
-            span(origin="env" if prompt.num_kept else "prompt", token_ids=prompt.added)
+            span(
+                origin="env" if prompt.num_kept else "prompt",
+                token_ids=prompt.added,
+                images=prompt.added_images,
+            )
         )
         start = 0
         while start < len(generation.token_ids):  # one span per run of tokens with the same version

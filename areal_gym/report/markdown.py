@@ -9,6 +9,7 @@ from typing import Any
 
 from areal_gym.report.charts import HEIGHT, WIDTH, draw
 from areal_gym.report.content import Report, evaluation_table
+from areal_gym.types import readable
 from areal_gym.utils.markup import number, visible
 
 _COLUMNS = 3
@@ -75,7 +76,7 @@ def _example(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
     facts = f"{kind}: reward {number(row['reward'])}, {row['stop_reason']}, {row['task']['id']}"
     yield from (f"### {_inline(facts)}", "")
     for message in row["messages"]:
-        text = message.get("content") or ""
+        text = readable(message.get("content") or "")
         for call in message.get("tool_calls") or ():
             function = call["function"]
             arguments = json.dumps(function["arguments"], ensure_ascii=False)

@@ -41,7 +41,15 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.recording import ContextFullError, InFlight, Recorder, TurnDraft
-from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory
+from areal_gym.types import (
+    FinishReason,
+    Message,
+    StopReason,
+    Task,
+    ToolCall,
+    Trajectory,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from areal_gym.gateway.session import Session
@@ -316,7 +324,9 @@ class _RecordedEpisode:
         outputs: dict[str, str] = {}
         for index, reply in enumerate(result.info["messages"]):
             call_id = reply.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
-            outputs[call_id] = "\n".join(filter(None, (outputs.get(call_id), reply["content"])))
+            outputs[call_id] = "\n".join(
+                filter(None, (outputs.get(call_id), text_of(reply["content"])))
+            )
         return outputs
 
     @property

@@ -20,6 +20,7 @@ from threading import Lock
 from typing import Any
 
 from areal_gym.errors import DataError, UnknownIdError
+from areal_gym.types import readable
 from areal_gym.utils.files import open_data
 from areal_gym.utils.packed_numbers import from_packed
 
@@ -263,7 +264,7 @@ def preview_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return how the last message of the assistant ends, on one line."""
     for message in reversed(messages):
         if message["role"] == "assistant":
-            text = message.get("content") or ""
+            text = readable(message.get("content") or "")
             for call in message.get("tool_calls") or ():
                 function = call["function"]
                 text += f" {function['name']}({json.dumps(function['arguments'])})"

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from areal_gym.runs.incidents import describe_incidents
 from areal_gym.runs.run_display import Display
+from areal_gym.types import readable
 from areal_gym.utils.markup import counted, visible
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -224,7 +225,7 @@ def example_lines(kind: str, step: int, row: Mapping[str, Any]) -> list[Text]:
 
 def _shortened(message: Mapping[str, Any]) -> str:
     # The end of a long answer has its result.
-    text = _one_line(str(message.get("content") or ""))
+    text = _one_line(readable(message.get("content") or ""))
     if message["role"] == "assistant" and len(text) > _MOST_CHARACTERS:
         text = "..." + text[-_MOST_CHARACTERS:]
     for call in message.get("tool_calls") or ():

@@ -27,7 +27,7 @@ from areal_gym.errors import UsageError, did_you_mean
 from areal_gym.plugins import registry
 from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.types import FinishReason, Group, Message, Task, TokenSpan, Trajectory, Turn
+from areal_gym.types import FinishReason, Group, Message, Task, TokenSpan, Trajectory, Turn, text_of
 from areal_gym.utils.garbage import relax_garbage_collection
 
 if TYPE_CHECKING:
@@ -145,7 +145,8 @@ class Sums(TextEnv):
         if message.get("tool_calls"):
             results = await self.call_tools(message)
             for result in results.messages:
-                result["content"] += f" and {self.task.data['number'] + self.num_turns}"
+                number = self.task.data["number"] + self.num_turns
+                result["content"] = f"{text_of(result['content'])} and {number}"
             return Response(messages=results.messages, metrics={"tool_calls": results.num_calls})
         return Response(reward=1.0, reward_parts={"answer": 1.0}, is_terminated=True)
 

@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from areal_gym.config import EngineConfig
-from areal_gym.engines.base import Generation, Piece, SamplingParams, WeightServer, stream_in_chunks
+from areal_gym.engines.base import Generation, Piece, SamplingParams, WeightServer
 from areal_gym.engines.checkpoint_config import num_layers_of, vocab_size_of
+from areal_gym.engines.servers.chunked_stream import stream_in_chunks
 from areal_gym.engines.servers.launch import LaunchedServer, ServerProcess, StartRecipe
 from areal_gym.engines.servers.server_client import ServerClient, ServerFacts
 from areal_gym.engines.servers.server_pool import ServerState

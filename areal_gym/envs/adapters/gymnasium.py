@@ -14,7 +14,7 @@ from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.errors import UnknownIdError, UsageError, did_you_mean
 from areal_gym.tasks import SeedTasks, choose_task
-from areal_gym.types import Message, Task
+from areal_gym.types import Message, Task, text_of
 
 _ACTIONS: Mapping[str, tuple[str, ...]] = {
     "Blackjack": ("stick", "hit"),
@@ -102,7 +102,7 @@ class GymnasiumEnv(TextEnv):
 
     async def respond(self, message: Message) -> Response:
         """Take the step."""
-        action = self._action(message["content"])
+        action = self._action(text_of(message["content"]))
         if action is None:
             text = f"There is no action in that. Choose one of: {', '.join(self._numbers)}."
             messages: list[Message] = [{"role": "user", "content": text}]

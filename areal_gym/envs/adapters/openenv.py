@@ -14,7 +14,7 @@ import numpy as np
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import EnvError, UsageError
 from areal_gym.tasks import SeedTasks, choose_task, given_task
-from areal_gym.types import Message, Task
+from areal_gym.types import Message, Task, text_of
 
 _UNSEEN = ("done", "reward", "metadata")
 """Fields of an observation that are not for the policy."""
@@ -106,7 +106,7 @@ class OpenEnvEnv(TextEnv):
 
     async def respond(self, message: Message) -> Response:
         """Take the step on the server."""
-        action = self._action(message["content"])
+        action = self._action(text_of(message["content"]))
         if action is None:
             return _invalid("An action is a JSON object here; that was none.")
         try:

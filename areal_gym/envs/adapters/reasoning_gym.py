@@ -15,7 +15,7 @@ from areal_gym.envs.base import Response
 from areal_gym.envs.questions import QuestionEnv
 from areal_gym.errors import EnvError
 from areal_gym.tasks import Draft, GeneratedTasks
-from areal_gym.types import Message
+from areal_gym.types import Message, text_of
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MAX_ANSWER = 20_000
@@ -93,8 +93,8 @@ class ReasoningGymEnv(QuestionEnv):
 
     async def respond(self, message: Message) -> Response:
         """Grade the answer."""
-        tagged = _ANSWER.findall(message["content"])
-        answer = (tagged[-1] if tagged else message["content"]).strip()
+        tagged = _ANSWER.findall(text_of(message["content"]))
+        answer = (tagged[-1] if tagged else text_of(message["content"])).strip()
         reward, num_errors = 0.0, 0
         if 0 < len(answer) <= _MAX_ANSWER:
             reward, num_errors = await self._score(answer)

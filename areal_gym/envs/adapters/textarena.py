@@ -15,7 +15,7 @@ import numpy as np
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import ConfigError, UnknownIdError, UsageError, did_you_mean
 from areal_gym.tasks import SeedTasks, choose_task
-from areal_gym.types import Message, Task
+from areal_gym.types import Message, Task, text_of
 
 # Games draw from the process's global generators, which are everybody's.
 _generators = threading.Lock()
@@ -74,7 +74,7 @@ class TextArenaEnv(TextEnv):
     async def respond(self, message: Message) -> Response:
         """Make the move."""
         with self._own_generators():
-            is_done, _ = self._game.step(action=message["content"])
+            is_done, _ = self._game.step(action=text_of(message["content"]))
             if not is_done:
                 return Response(messages=[{"role": "user", "content": self._observe()}])
             rewards, info = self._game.close()

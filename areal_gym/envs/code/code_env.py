@@ -26,7 +26,7 @@ from areal_gym.errors import SandboxError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus
 from areal_gym.tasks.given_tasks import open_tasks
-from areal_gym.types import Message, thaw
+from areal_gym.types import Message, text_of, thaw
 
 _MAX_CODE = 32_768
 _LIMITS = SandboxLimits(cpu_s=2.0, memory_mb=256)
@@ -127,7 +127,7 @@ class CodeEnv(QuestionEnv):
 
     async def respond(self, message: Message) -> Response:
         """Run the hidden tests."""
-        code = find_code(message["content"])
+        code = find_code(text_of(message["content"]))
         tests = self._tests()
         num_passed, num_unverifiable = (0, 0)
         if code is not None:

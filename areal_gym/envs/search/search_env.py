@@ -26,7 +26,7 @@ from areal_gym.tasks import Draft, RowTasks, key_of_text
 from areal_gym.tasks.given_tasks import open_tasks
 from areal_gym.tasks.row_checks import text_field, texts_field
 from areal_gym.tasks.rows import SourceRow
-from areal_gym.types import Message
+from areal_gym.types import Message, text_of
 
 _MAX_QUERY = 1_000
 _MAX_QUERIES = 10
@@ -176,13 +176,13 @@ class SearchEnv(QuestionEnv):
         system, question = super().first_messages(task)
         if self._citations:
             cite = " Cite the passages that tell it by their ids: [id]."
-            system = {**system, "content": system["content"] + cite}
+            system = {**system, "content": text_of(system["content"]) + cite}
         return [system, question]
 
     async def respond(self, message: Message) -> Response:
         """Run the calls, or grade the answer."""
         if not (message.get("tool_calls") or message.get("parse_error")):
-            return self._grade(message["content"])
+            return self._grade(text_of(message["content"]))
         support = set(self.task.data.get("support", ()))
         num_found = len(support & self._shown)
         self._num_searches = self._num_pages = 0

@@ -23,7 +23,7 @@ from areal_gym.envs.base import TextEnv
 from areal_gym.envs.server.env_sessions import FullError, GoneError, Session, Sessions
 from areal_gym.envs.server.wire_format import step_body
 from areal_gym.errors import EpisodeError, UsageError
-from areal_gym.types import FunctionCall, Message
+from areal_gym.types import FunctionCall, Message, readable
 from areal_gym.utils.http_servers.addresses import http_address, is_same_secret, listen
 from areal_gym.utils.http_servers.asgi_site import serve_asgi
 from areal_gym.utils.http_servers.connections import ConnectionLimits
@@ -129,7 +129,7 @@ async def _start(sessions: Sessions, arguments: dict[str, Any]) -> types.CallToo
     if unknown:
         raise UsageError(f"{START} takes seed, split and index, not {', '.join(sorted(unknown))}")
     session, info = await sessions.begin(seed, arguments)
-    opening = "\n\n".join(message["content"] for message in info["messages"])
+    opening = "\n\n".join(readable(message["content"]) for message in info["messages"])
     return _result(
         f"{EPISODE}: {session.id}\n\n{opening}",
         {EPISODE: session.id, "task_id": info["task_id"], "messages": list(info["messages"])},
@@ -138,7 +138,7 @@ async def _start(sessions: Sessions, arguments: dict[str, Any]) -> types.CallToo
 
 async def _play(session: Session, message: Message, sessions: Sessions) -> types.CallToolResult:
     result = await session.step(message)
-    texts = [message["content"] for message in result.info["messages"]]
+    texts = [readable(message["content"]) for message in result.info["messages"]]
     if session.is_over:
         why = "" if result.terminated else f", ended by a limit ({result.info['truncated_by']})"
         texts.append(f"the episode is over: reward {result.reward:g}{why}")

@@ -24,7 +24,7 @@ from areal_gym.envs.tau2.users.customer import Customer
 from areal_gym.envs.tau2.users.phone_owner import REQUESTS, PhoneOwner
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import UsageError, choices
-from areal_gym.types import FunctionCall, Message, Task, ToolCall
+from areal_gym.types import FunctionCall, Message, Task, ToolCall, text_of
 
 _SOLO_DOMAINS = ("telecom", "mock")
 _RULES: Mapping[str, UserFactory] = {
@@ -168,7 +168,7 @@ class Tau2Env(TextEnv):
         num_calls, num_errors = len(message.get("tool_calls", ())), simulation.num_errors
         messages: list[Message] = []
         if message.get("parse_error"):
-            simulation.misspell(message["content"])
+            simulation.misspell(text_of(message["content"]))
             messages.append({"role": "tool", "content": f"Error: {message['parse_error']}"})
         if num_calls and simulation.termination is None:
             with self.judging() as judged:
@@ -177,7 +177,7 @@ class Tau2Env(TextEnv):
                 simulation.end("agent_error")
         metrics = {"tool_calls": num_calls, "tool_errors": simulation.num_errors - num_errors}
         if not messages and simulation.termination is None:
-            messages += await self._say(simulation, message["content"])
+            messages += await self._say(simulation, text_of(message["content"]))
         if simulation.termination is None:
             return Response(messages=messages, metrics=metrics)
         verdict = Verdict(reward=0.0)
@@ -202,7 +202,7 @@ class Tau2Env(TextEnv):
             Call("assistant", call["function"]["name"], call["function"]["arguments"])
             for call in run
         ]
-        results = simulation.call(tool_calls, beside=message["content"])
+        results = simulation.call(tool_calls, beside=text_of(message["content"]))
         messages = [
             tool_message(call, result.text) for call, result in zip(run, results, strict=True)
         ]
@@ -278,9 +278,9 @@ def _tool_call(name: str, arguments: Arguments) -> str:
 
 
 def _with_action_string(message: Message) -> Message:
-    if message.get("tool_calls") or not message["content"].strip():
+    if message.get("tool_calls") or not text_of(message["content"]).strip():
         return message
-    parsed = parse_action(message["content"])
+    parsed = parse_action(text_of(message["content"]))
     if parsed.content is not None:
         return message
     function = FunctionCall(name=parsed.name, arguments=dict(parsed.arguments))

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from areal_gym.errors import ConfigError
-from areal_gym.types import Trajectory
+from areal_gym.types import Trajectory, readable
 from areal_gym.utils.markup import block, escaped, number, short, table
 from areal_gym.utils.statistics import mean
 
@@ -89,7 +89,7 @@ class Rollouts(Sequence[Trajectory]):
         rows = []
         for t in self[:_SHOWN]:
             reward = number(None if t.stop_reason.is_failure else t.reward)
-            end = short(t.error or (t.messages[-1]["content"] if t.messages else ""))
+            end = short(t.error or (readable(t.messages[-1]["content"]) if t.messages else ""))
             rows.append((short(t.task.id, 40), reward, len(t.turns), t.stop_reason, end))
         left_out = f"<small>… {len(self) - _SHOWN:,} more</small>" if len(self) > _SHOWN else ""
         head = ("task", "reward", "turns", "stopped by", "last message or error")

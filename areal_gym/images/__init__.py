@@ -1,0 +1,15 @@
+"""Pictures: how foreign ones are read, and the store that has their bytes by hash."""
+
+from areal_gym.images.image_store import ImageStore, image_store, use_image_store
+from areal_gym.images.reading import ImageLimits, data_url, encode_png, read_data_url, read_image
+
+__all__ = [
+    "ImageLimits",
+    "ImageStore",
+    "data_url",
+    "encode_png",
+    "image_store",
+    "read_data_url",
+    "read_image",
+    "use_image_store",
+]
