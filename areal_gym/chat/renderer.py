@@ -118,10 +118,8 @@ class Renderer:
         self._set_ends(tokenizer.decode([id]) for id in self.stop_token_ids)
         self.knows_tool_role = template_probe.knows_tool_role(self.template)
         """Whether the template renders tool results; else they become user messages."""
-        self.image_roles = frozenset[str]()
+        self.image_roles = template_probe.image_roles(self)
         """The roles in whose messages the template writes pictures."""
-        if vision is not None:
-            self.image_roles = template_probe.image_roles(self, vision.mark)
         self.before_answers = template_probe.written_before_answers(self)
         """The template's text before an assistant's text, which sampled text already contains."""
         self.keeps_prose_as_text = template_probe.keeps_prose_as_text(self.template)

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from areal_gym.chat.message_style import STYLES, MessageStyle
 from areal_gym.chat.template import BREAK, ChatTemplate, ToolSchemas
 from areal_gym.chat.tool_call_formats import DIALECTS, END_THINK, THINK, parse_assistant
+from areal_gym.chat.vision import Vision
 from areal_gym.errors import ConfigError
 from areal_gym.types import ImagePart, Message, TextPart, ToolCall, text_of
 
@@ -32,6 +33,7 @@ class ProbedRenderer(Protocol):
     """The part of a renderer that probes use."""
 
     template: ChatTemplate
+    vision: Vision | None
     knows_tool_role: bool
     opening: str
     before_answers: str
@@ -101,11 +103,14 @@ def knows_tool_role(template: ChatTemplate) -> bool:
     return False
 
 
-def image_roles(renderer: ProbedRenderer, mark: str) -> frozenset[str]:
+def image_roles(renderer: ProbedRenderer) -> frozenset[str]:
     """Return the roles in whose messages the template writes each picture, and writes it once.
 
     Results of tools are users' messages for a template that knows no tools.
     """
+    if renderer.vision is None:
+        return frozenset()
+    mark = renderer.vision.mark
     shown: list[TextPart | ImagePart] = [{"type": "text", "text": SENTINEL}, _PICTURE]
     template, roles = renderer.template, set()
     for role in ("system", "user", "tool"):

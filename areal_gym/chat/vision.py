@@ -69,7 +69,7 @@ class PatchGrid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vision:
-    """How a checkpoint takes pictures."""
+    """Describes how a checkpoint takes pictures."""
 
     family: str
     """`model_type` of its configuration."""

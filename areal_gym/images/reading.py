@@ -31,7 +31,7 @@ _TYPES = {"image/jpg": "image/jpeg"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageLimits:
-    """How large pictures may be; larger ones are refused before they are decoded."""
+    """Bounds the size of pictures; larger ones are refused before they are decoded."""
 
     max_pixels: int = 4 * 2**20
     """Of one picture: 2048 x 2048."""

@@ -113,8 +113,8 @@ class Conversations:
 def _next_key(before: bytes, message: Message) -> bytes:
     calls = [call["function"] for call in message.get("tool_calls", [])]
     content = message["content"]
-    said = content.strip() if isinstance(content, str) else [_named(part) for part in content]
-    return _digest(before, [message["role"], said, calls])
+    named = content.strip() if isinstance(content, str) else [_named(part) for part in content]
+    return _digest(before, [message["role"], named, calls])
 
 
 def _named(part: TextPart | ImagePart) -> list[str]:

@@ -24,12 +24,12 @@ GEMMA_TEMPLATE = (
 )
 _CONTROL = {
     "qwen": (
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
-        + ("<|image_pad|>", "<|video_pad|>")
+        "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> "
+        "<|video_pad|>"
     ),
     "gemma": (
-        ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
-        + ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+        "<pad> <eos> <bos> <start_of_turn> <end_of_turn> <start_of_image> <end_of_image> "
+        "<image_soft_token>"
     ),
 }
 
@@ -44,7 +44,7 @@ def tokenizer(family):
     fast = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens(list(_CONTROL[kind]))
+    fast.add_special_tokens(_CONTROL[kind].split())
     if kind == "qwen":
         names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     else:
