@@ -13,7 +13,7 @@ import numpy as np
 from areal_gym.envs.judging import JUDGE_ERRORS
 from areal_gym.errors import EnvError, RewardError
 from areal_gym.message_types import is_content
-from areal_gym.types import Content, Message, ToolCall
+from areal_gym.types import Content, Message, ToolCall, readable
 from areal_gym.utils.markup import short
 
 Info = dict[str, Any]
@@ -102,7 +102,7 @@ def step_result(response: object, source: str, task_id: str, num_judge_errors: i
         metrics[JUDGE_ERRORS] = metrics.get(JUDGE_ERRORS, 0) + num_judge_errors
     if metrics:
         info["metrics"] = metrics
-    observation = messages[-1]["content"] if messages else ""
+    observation = readable(messages[-1]["content"]) if messages else ""
     is_truncated = response.is_truncated and not response.is_terminated
     return StepResult(observation, reward, response.is_terminated, is_truncated, info)
 
