@@ -41,15 +41,7 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.recording import ContextFullError, InFlight, Recorder, TurnDraft
-from areal_gym.types import (
-    FinishReason,
-    Message,
-    StopReason,
-    Task,
-    ToolCall,
-    Trajectory,
-    text_of,
-)
+from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory, text_of
 
 if TYPE_CHECKING:
     from areal_gym.gateway.session import Session
@@ -324,9 +316,9 @@ class _RecordedEpisode:
         outputs: dict[str, str] = {}
         for index, reply in enumerate(result.info["messages"]):
             call_id = reply.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
-            outputs[call_id] = "\n".join(
-                filter(None, (outputs.get(call_id), text_of(reply["content"])))
-            )
+            texts = outputs.get(call_id), text_of(reply["content"])
+            outputs[call_id] = "
+".join(filter(None, texts))
         return outputs
 
     @property
