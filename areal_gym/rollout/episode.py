@@ -315,10 +315,8 @@ class _RecordedEpisode:
             result = await self.act({**message, "tool_calls": calls}, turn=turn)
         outputs: dict[str, str] = {}
         for index, reply in enumerate(result.info["messages"]):
-            call_id = reply.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
-            texts = outputs.get(call_id), text_of(reply["content"])
-            outputs[call_id] = "
-".join(filter(None, texts))
+            key = reply.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
+            outputs[key] = "\n".join(filter(None, (outputs.get(key), text_of(reply["content"]))))
         return outputs
 
     @property
