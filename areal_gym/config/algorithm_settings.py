@@ -135,6 +135,7 @@ _SYMMETRIC = {"clip_low": 0.2, "clip_high": 0.2}
 _CONSTANT = {"clip_low": None, "clip_high": None, "aggregation": "constant_length"}
 _SEQUENCE = {"aggregation": "seq_mean"}
 _KL_IN_REWARD = {"coefficient": 0.01, "estimator": "k1", "place": "reward"}
+_FROM_SAMPLER = {"correction": {"proximal": "recorded"}}
 _WITH_STD = ("grpo", "lite_ppo", "reinforce_pp", "reinforce_pp_baseline")
 
 PRESETS: Mapping[str, Preset] = {
@@ -190,14 +191,58 @@ PRESETS: Mapping[str, Preset] = {
         "grpo",
         settings={**_SYMMETRIC, "correction": {"second_moment": 0.04}},
     ),
+    "dppo": Preset(
+        "a trust region in probabilities around the sampling policy: binary total variation",
+        "grpo",
+        "dppo_tv",
+        settings={"clip_low": 0.15, "clip_high": 0.15, **_FROM_SAMPLER},
+    ),
+    "dppo_kl": Preset(
+        "DPPO with the binary KL divergence",
+        "grpo",
+        "dppo_kl",
+        settings={"clip_low": 0.05, "clip_high": 0.05, **_FROM_SAMPLER},
+    ),
+    "gmpo": Preset(
+        "geometric mean of a sequence's clipped ratios",
+        "grpo",
+        "gmpo",
+        settings={"clip_low": 0.4, "clip_high": 0.4, **_SEQUENCE},
+    ),
+    "clip_cov": Preset(
+        "GRPO that cuts off some of the tokens that cost the most entropy",
+        "grpo",
+        "clip_cov",
+        settings=_SYMMETRIC,
+    ),
+    "kl_cov": Preset(
+        "a KL penalty on the tokens that cost the most entropy, and no clip", "grpo", "kl_cov"
+    ),
+    "gpg": Preset("plain policy gradient, scaled up where groups teach nothing", "gpg", "gpg"),
+    "opo": Preset(
+        "reward against the siblings' mean weighted by length; no clip",
+        "opo",
+        settings={"clip_low": None, "clip_high": None},
+        refuses=_WITH_STD,
+    ),
+    "pass_at_k": Preset(
+        "for the best of a group: its lead over the second best",
+        "pass_at_k",
+        settings=_SYMMETRIC,
+    ),
+    "dro": Preset("a quadratic penalty on log-ratios instead of clips", "grpo", "dro"),
 }
+
+_COMPARE_SIBLINGS = frozenset(
+    ("grpo", "dr_grpo", "rloo", "lite_ppo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k")
+)
 
 
 def compares_siblings(advantage: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether the built-in estimator gives a group of one advantage 0."""
     if advantage == "per_turn":
         advantage = kwargs.get("baseline", "grpo")
-    return advantage in ("grpo", "dr_grpo", "rloo", "lite_ppo", "reinforce_pp_baseline")
+    return advantage in _COMPARE_SIBLINGS
 
 
 def check_correction(

@@ -34,6 +34,9 @@ def check_policy_loss(loss: PolicyLoss, **settings: Any) -> None:
     - Numbers and gradients are finite for log-ratios of 30 and -30.
     - Tokens with weight 0 have a gradient of exactly 0, whatever their ratio is.
     - Metrics are per token, finite and without gradient.
+    - A loss with a batch pass (`losses.with_batch_pass`) keeps all that for the tokens that the
+      pass picked; REINFORCE's gradient it has where none is picked. The pass gives one bool per
+      token, the same in whatever order the sequences come.
 
     Raises:
         AssertionError: a rule is broken.
@@ -43,6 +46,7 @@ def check_policy_loss(loss: PolicyLoss, **settings: Any) -> None:
     _check_on_policy(loss, settings)
     _check_alone(loss, settings)
     _check_extremes(loss, settings)
+    _check_batch_pass(loss, settings)
 
 
 def check_advantage_estimator(
@@ -193,7 +197,7 @@ def _check_output(loss: PolicyLoss, settings: dict[str, Any]) -> None:
 
 def _check_on_policy(loss: PolicyLoss, settings: dict[str, Any]) -> None:
     for is_shared in (True, False):
-        batch = _tokens(log_ratio=0.0, has_one_advantage_each=is_shared)
+        batch = _with_none_picked(loss, _tokens(log_ratio=0.0, has_one_advantage_each=is_shared))
         gradient_T = _gradient(batch, loss(batch, **settings))
         if is_shared:
             _same(gradient_T, -batch.advantages, "the gradient on policy is not REINFORCE's, -A")
@@ -211,13 +215,48 @@ def _check_alone(loss: PolicyLoss, settings: dict[str, Any]) -> None:
     batch = _tokens()
     output = loss(batch, **settings)
     gradient_T = _gradient(batch, output)
+    picked_T = _picked(loss, batch, settings)
     for order in ([3, 0, 4, 2, 1], [2, 1], [0], [1]):
         taken_T = torch.cat([(batch.sequence_ids == i).nonzero().squeeze(1) for i in order])
         part = _tokens(taken_T, order)
+        if picked_T is not None:
+            part = dataclasses.replace(part, picked=picked_T[taken_T])
         alone = loss(part, **settings)
         rule = "a sequence's {} depends on what else is in the micro-batch, or on its order"
         _same(alone.loss.detach(), output.loss.detach()[taken_T], rule.format("loss"))
         _same(_gradient(part, alone), gradient_T[taken_T], rule.format("gradient"))
+
+
+def _check_batch_pass(loss: PolicyLoss, settings: dict[str, Any]) -> None:
+    import torch
+
+    batch = _tokens()
+    picked_T = _picked(loss, batch, settings)
+    if picked_T is None:
+        return
+    shape, rule = batch.logprobs.shape, "its batch pass gives other than one bool per token"
+    _require(picked_T.shape == shape and picked_T.dtype == torch.bool, rule)
+    order = [3, 0, 4, 2, 1]
+    taken_T = torch.cat([(batch.sequence_ids == i).nonzero().squeeze(1) for i in order])
+    moved_T = _picked(loss, _tokens(taken_T, order), settings)
+    assert moved_T is not None
+    _require(moved_T.equal(picked_T[taken_T]), "its batch pass depends on the sequences' order")
+
+
+def _picked(loss: PolicyLoss, batch: LossInputs, settings: dict[str, Any]) -> Tensor | None:
+    """Return the tokens that the batch pass of the loss picks; None for a loss without one."""
+    from areal_gym.trainer.algorithms.losses import batch_pass
+
+    look = batch_pass(loss)
+    return None if look is None else look(batch, **settings)
+
+
+def _with_none_picked(loss: PolicyLoss, batch: LossInputs) -> LossInputs:
+    from areal_gym.trainer.algorithms.losses import batch_pass
+
+    if batch_pass(loss) is None:
+        return batch
+    return dataclasses.replace(batch, picked=batch.advantages.new_zeros(len(batch.advantages)) > 0)
 
 
 def _check_extremes(loss: PolicyLoss, settings: dict[str, Any]) -> None:

@@ -22,11 +22,27 @@ _TOKEN_ADVANTAGES = {
     "distill": "each token's log-probability under a teacher minus the policy's",
     "per_turn": "each turn's return against its siblings, with any group baseline",
 }
+_GROUP_ADVANTAGES = {
+    "opo": "reward - group mean weighted by length",
+    "gpg": "reward - group mean, times the batch's share of rewards that are not 0, inverted",
+    "pass_at_k": "for the best of a group its lead over the second best",
+}
 _LOSSES = {
     "ppo_clip": "PPO's clipped ratio per token, with separate bounds and optional dual clip",
     "gspo": "the clipped ratio of whole sequences",
     "cispo": "clipped, constant importance weights times the log-probability",
     "sapo": "a soft gate on the ratio instead of a clip",
+}
+_TRUST_REGION_LOSSES = {
+    "dppo_tv": "tokens outside of a trust region in probabilities are left out",
+    "dppo_kl": "tokens outside of a trust region in binary KL are left out",
+    "gmpo": "the geometric mean of a sequence's clipped ratios",
+    "dro": "a quadratic penalty on log-ratios instead of clips",
+    "gpg": "the log-probability times the advantage, without a ratio",
+}
+_COVARIANCE_LOSSES = {
+    "clip_cov": "the clipped ratio, without some tokens of high covariance with the advantage",
+    "kl_cov": "the ratio, with a KL penalty on tokens of high covariance with the advantage",
 }
 _WEIGHT_SYNCS = (
     ("in-process", "in_process:InProcessWeightSync", "copied by the engine in this process"),
@@ -57,7 +73,11 @@ def register_trainers() -> Iterable[TrainerSpec]:
 @hookimpl
 def register_advantage_estimators() -> Iterable[AdvantageSpec]:
     """Offer advantage estimators."""
-    for module, summaries in (("advantages", _ADVANTAGES), ("token_advantages", _TOKEN_ADVANTAGES)):
+    for module, summaries in (
+        ("advantages", _ADVANTAGES),
+        ("token_advantages", _TOKEN_ADVANTAGES),
+        ("group_advantages", _GROUP_ADVANTAGES),
+    ):
         for name, summary in summaries.items():
             path = f"areal_gym.trainer.algorithms.{module}:{name}"
             yield AdvantageSpec(
@@ -68,11 +88,16 @@ def register_advantage_estimators() -> Iterable[AdvantageSpec]:
 @hookimpl
 def register_policy_losses() -> Iterable[PolicyLossSpec]:
     """Offer policy losses."""
-    for name, summary in _LOSSES.items():
-        path = f"areal_gym.trainer.algorithms.losses:{name}"
-        yield PolicyLossSpec(
-            id=name, entry_point=path, summary=summary, requires=_REQUIRES, extra="train"
-        )
+    for module, summaries in (
+        ("losses", _LOSSES),
+        ("trust_region_losses", _TRUST_REGION_LOSSES),
+        ("covariance_losses", _COVARIANCE_LOSSES),
+    ):
+        for name, summary in summaries.items():
+            path = f"areal_gym.trainer.algorithms.{module}:{name}"
+            yield PolicyLossSpec(
+                id=name, entry_point=path, summary=summary, requires=_REQUIRES, extra="train"
+            )
 
 
 @hookimpl

@@ -101,17 +101,19 @@ class RowPasses:
         decoder: PolicyModel | None = None,
         *,
         temperature: float | None = None,
+        members: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """Return log-probabilities of each row's trained tokens, by default under the policy.
 
-        `temperature` is that of sampling by default.
+        `temperature` is that of sampling by default; `members`, those of one update, leave the
+        other rows out.
         """
 
         def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
             logprobs_T = self.scores(batch, packed, decoder, temperature=temperature).logprobs
             return torch.split(logprobs_T, [row.num_trainable for row in packed])
 
-        return self._without_gradient(rows, look, decoder or self._decoder)
+        return self._without_gradient(rows, look, decoder or self._decoder, members=members)
 
     def values(
         self, rows: Sequence[TokenSequence], critic: Critic, num_trajectories: int
@@ -138,14 +140,19 @@ class RowPasses:
         rows: Sequence[TokenSequence],
         look: Callable[[PackedBatch, list[TokenSequence]], Sequence[Tensor]],
         *gathered: nn.Module | None,
+        members: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """Return what `look` gives for each row, in order; `gathered` modules are passed."""
         by_row: dict[int, Tensor] = {}
-        minibatches = split_by_group([row.group_id for row in rows], self._config.minibatches)
+        minibatches: Sequence[Sequence[int]] = (
+            split_by_group([row.group_id for row in rows], self._config.minibatches)
+            if members is None
+            else [members]
+        )
         for batch, indexes, is_mine in self.microbatches(rows, *minibatches):
             values = look(batch, [rows[i] for i in indexes])
             if is_mine:
                 by_row.update(zip(indexes, values, strict=True))
         drop_gathered(*gathered)
         by_row = gather_rows(self._ranks, by_row)
-        return [by_row[i] for i in range(len(rows))]
+        return [by_row[i] for i in (range(len(rows)) if members is None else members)]

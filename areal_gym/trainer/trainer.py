@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
-from areal_gym.config.algorithm_settings import RewardConfig
 from areal_gym.errors import ConfigError, TrainError
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.algorithms.advantages import (
     AdvantageEstimator,
     check_settings,
-    estimate,
     needs_critic,
-    needs_past_mean,
 )
 from areal_gym.trainer.algorithms.corrections import second_moment_mask
 from areal_gym.trainer.algorithms.losses import (
@@ -40,17 +36,17 @@ from areal_gym.trainer.algorithms.losses import (
     aggregation_weights,
     value_loss,
 )
-from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS
 from areal_gym.trainer.algorithms.token_loss import (
     Proximal,
     TokenLoss,
     check_credit,
     proximal_source,
 )
-from areal_gym.trainer.batch.experience import TokenBatch, advantage_inputs, batch_metrics, trained
+from areal_gym.trainer.batch.experience import TokenBatch, batch_metrics, trained
 from areal_gym.trainer.batch.rank_batches import split_by_group
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.batch.sequences import sequences_of
+from areal_gym.trainer.batch_pass import pick_tokens
 from areal_gym.trainer.chunked_logprobs import TokenScores
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.lora import adapter_weights
@@ -62,13 +58,11 @@ from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.policy_trainer import PolicyTrainer
 from areal_gym.trainer.row_passes import RowPasses, gather_rows
 from areal_gym.trainer.states import below, prefixed, room_for_moments
+from areal_gym.trainer.step_advantages import StepAdvantages
 from areal_gym.trainer.step_profiler import profiled
 from areal_gym.trainer.step_stats import Step, StepStats, expert_metrics, router_agreement
 from areal_gym.types import Group
 from areal_gym.utils.packed_numbers import Floats
-
-_NEWEST = 0.1
-"""The weight of a step in the running mean of rewards."""
 
 
 class Trainer(PolicyTrainer):
@@ -112,11 +106,13 @@ class Trainer(PolicyTrainer):
                 "whose routers are known",
                 hints=["for a dense model: trainer.routing_replay=false", "docs/models.md"],
             )
-        self._advantage = advantage
         self._token_loss = TokenLoss(loss, config)
         self._passes = RowPasses(decoder, config, ranks, temperature)
         self._max_new_tokens = max_new_tokens
         self._critic = Critic(decoder, config, ranks) if needs_critic(advantage) else None
+        self._compute_advantages = StepAdvantages(
+            advantage, config, self._passes, self._critic, max_new_tokens
+        )
         self._reference: PolicyModel | None = None
         if config.kl.coefficient:
             if reference is None:
@@ -129,8 +125,6 @@ class Trainer(PolicyTrainer):
         decoder.replays_experts = config.routing_replay
         self._engine_rounds = False
         self._last: Step | None = None
-        # Not a number before the first step.
-        self._past_mean = torch.tensor(math.nan, dtype=torch.float64)
 
     def recompute_proximal(self) -> None:
         """Take ratios against the trainer's own log-probabilities where the setting is "auto"."""
@@ -252,9 +246,7 @@ class Trainer(PolicyTrainer):
 
     def states(self) -> dict[str, Tensor]:
         """Return the states of every trainer, the mean of past rewards, and the critic's."""
-        states = super().states()
-        if needs_past_mean(self._advantage):
-            states["past_mean"] = self._past_mean
+        states = super().states() | self._compute_advantages.states()
         if self._critic is not None:
             states |= prefixed("critic", self._critic.states())
         return states
@@ -285,44 +277,6 @@ class Trainer(PolicyTrainer):
                 columns.put("kept", second_moment_mask(proximal_T, old_T, threshold=threshold))
         return columns
 
-    def _compute_advantages(
-        self, every_row: list[TokenSequence], rows: list[TokenSequence], columns: TokenBatch
-    ) -> dict[str, float]:
-        """Add advantages, and the critic's targets, to the columns."""
-        config = self.config
-        inputs = advantage_inputs(every_row, config, self._max_new_tokens)
-        metrics = {}
-        if config.reward != RewardConfig():
-            metrics["reward/shaped_mean"] = float(inputs.rewards_G.mean())
-        if inputs.teacher_logprobs_T is not None:
-            gained_T = inputs.teacher_logprobs_T - columns.all("old").cpu()
-            metrics["train/kl_teacher"] = -float(gained_T.mean())
-        if self._reference is not None and config.kl.place == "reward":
-            kl = KL_ESTIMATORS[config.kl.estimator]
-            penalties_T = config.kl.coefficient * kl(columns.all("old"), columns.all("reference"))
-            inputs = replace(inputs, penalties_T=penalties_T.to("cpu", torch.float64))
-        if self._critic is not None:
-            num_trajectories = len(inputs.rewards_G)
-            values_T, final_values_G = self._passes.values(rows, self._critic, num_trajectories)
-            columns.put("values", values_T)
-            inputs = replace(inputs, values_T=values_T.cpu(), final_values_G=final_values_G)
-        if not self._past_mean.isnan():
-            inputs = replace(inputs, past_mean=self._past_mean.clone())
-        result = estimate(self._advantage, inputs, **config.advantage_kwargs)
-        is_first = bool(self._past_mean.isnan())
-        mean = inputs.rewards_G.mean()
-        self._past_mean.copy_(mean if is_first else self._past_mean.lerp(mean, _NEWEST))
-        columns.put("advantages", result.advantages_T.float())
-        if self._critic is not None and result.returns_T is not None:
-            columns.put("returns", result.returns_T.float())
-            unexplained = float((result.returns_T - values_T.cpu()).var(correction=0))
-            variance = float(result.returns_T.var(correction=0))
-            metrics["train/explained_variance"] = 1 - unexplained / max(variance, 1e-12)
-        ids_T = inputs.trajectory_ids_T
-        num_nonzero = len(ids_T[result.advantages_T != 0].unique())
-        metrics["train/zero_advantage"] = 1 - num_nonzero / len(ids_T.unique())
-        return metrics
-
     # ---- one update ---------------------------------------------------------------------------
 
     def _update(self, step: Step, members: list[int], *, is_first: bool) -> float:
@@ -340,6 +294,8 @@ class Trainer(PolicyTrainer):
             self.config.aggregation, list(lengths_G.values()), constant_length=self._max_new_tokens
         )
         weights_G = dict(zip(lengths_G, weights, strict=True))
+        if self._token_loss.has_batch_pass:
+            pick_tokens(self._token_loss, self._passes, step, members, proximal, is_first=is_first)
         sum_of_losses = 0.0
         passes = self._passes.microbatches(step.rows, members)
         for batch, indexes, is_mine in reducing_once(

@@ -42,7 +42,7 @@ __all__ = [
 AdvantageEstimator = Callable[..., Any]
 """Returns a tensor, or `Advantages` with the critic's targets."""
 
-_EPS = 1e-6
+EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,10 +224,10 @@ def grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
     Raises:
         ConfigError: a group has fewer than two members.
     """
-    centred_G, index_G, counts = _centred(rewards_G, group_ids_G, "grpo")
+    centred_G, index_G, counts = centred(rewards_G, group_ids_G, "grpo")
     squares = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, index_G, centred_G**2)
     std_G = (squares / (counts - 1)).sqrt()[index_G]
-    return torch.where(std_G > 0, centred_G / (std_G + _EPS), torch.zeros_like(centred_G))
+    return torch.where(std_G > 0, centred_G / (std_G + EPS), torch.zeros_like(centred_G))
 
 
 def dr_grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def dr_grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
     Raises:
         ConfigError: a group has fewer than two members.
     """
-    return _centred(rewards_G, group_ids_G, "dr_grpo")[0]
+    return centred(rewards_G, group_ids_G, "dr_grpo")[0]
 
 
 def rloo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def rloo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
     Raises:
         ConfigError: a group has fewer than two members.
     """
-    centred_G, index_G, counts = _centred(rewards_G, group_ids_G, "rloo")
+    centred_G, index_G, counts = centred(rewards_G, group_ids_G, "rloo")
     counts_G = counts[index_G]
     return centred_G * counts_G / (counts_G - 1)
 
@@ -261,8 +261,8 @@ def lite_ppo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
     Raises:
         ConfigError: a group has fewer than two members.
     """
-    centred_G, _, _ = _centred(rewards_G, group_ids_G, "lite_ppo")
-    return centred_G / (centred_G.std() + _EPS) if len(centred_G) else centred_G
+    centred_G, _, _ = centred(rewards_G, group_ids_G, "lite_ppo")
+    return centred_G / (centred_G.std() + EPS) if len(centred_G) else centred_G
 
 
 def reinforce(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ def normalise(values_T: Tensor) -> Tensor:
     values_T = values_T.to("cpu", torch.float64)
     if not len(values_T) or bool((values_T == values_T[0]).all()):
         return torch.zeros_like(values_T)
-    return (values_T - values_T.mean()) / (values_T.std() + _EPS)
+    return (values_T - values_T.mean()) / (values_T.std() + EPS)
 
 
 def _sums_to_go(values_T: Tensor, trajectory_ids_T: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def _name(estimator: AdvantageEstimator) -> str:
     return getattr(estimator, "__name__", type(estimator).__name__)
 
 
-def _centred(rewards_G: Tensor, group_ids_G: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+def centred(rewards_G: Tensor, group_ids_G: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return r - group mean [G], each member's group index [G], and the group sizes [groups]."""
     require_finite(name, rewards_G=rewards_G)
     rewards_G = rewards_G.to("cpu", torch.float64)

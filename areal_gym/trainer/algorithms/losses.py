@@ -24,11 +24,13 @@ __all__ = [
     "PolicyLoss",
     "aggregate",
     "aggregation_weights",
+    "batch_pass",
     "cispo",
     "gspo",
     "ppo_clip",
     "sapo",
     "value_loss",
+    "with_batch_pass",
 ]
 
 Aggregation = Literal["token_mean", "seq_mean", "constant_length"]
@@ -47,6 +49,8 @@ class LossInputs:
     advantages: Tensor
     sequence_ids: Tensor
     """The sequence of each token, 0-based, without gaps."""
+    picked: Tensor | None = None
+    """The tokens that the loss's batch pass has picked, bool; None without such a pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +62,30 @@ class LossOutput:
 
 
 PolicyLoss = Callable[..., LossOutput]
+BatchPass = Callable[..., Tensor]
+"""Picks tokens [T], bool, from the inputs of a whole update, with the settings of its loss."""
+
+
+def with_batch_pass(look: BatchPass) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Decorate a loss that treats some tokens in another way, depending on all tokens of an update.
+
+    The trainer calls `look` once before the micro-batches of an update, without gradient, with the
+    tokens of all micro-batches and ranks; the loss gets each token's part as `LossInputs.picked`.
+    That costs a forward pass where the policy's log-probabilities are not known already: only
+    losses with such a pass pay for it. A loss that is called without `picked` calls `look` itself.
+    """
+
+    def mark(loss: PolicyLoss) -> PolicyLoss:
+        loss.batch_pass = look  # type: ignore[attr-defined]
+        return loss
+
+    return mark
+
+
+def batch_pass(loss: PolicyLoss) -> BatchPass | None:
+    """Return the pass over all tokens of an update that the loss needs; None for most losses."""
+    look: BatchPass | None = getattr(loss, "batch_pass", None)
+    return look
 
 
 def ppo_clip(

@@ -19,7 +19,12 @@ from areal_gym.config.algorithm_settings import CorrectionConfig
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.trainer.algorithms.advantages import AdvantageEstimator, gives_token_advantages
 from areal_gym.trainer.algorithms.corrections import correct, interpolate_proximal
-from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput, PolicyLoss
+from areal_gym.trainer.algorithms.losses import (
+    LossInputs,
+    LossOutput,
+    PolicyLoss,
+    batch_pass,
+)
 from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS, k3
 from areal_gym.trainer.batch.experience import TokenBatch
 
@@ -49,7 +54,8 @@ def proximal_source(
 
 class TokenLoss:
     """Computes the loss of the tokens of some rows. Its columns are `old`, `versions`, `advantages`
-    and, if needed, `proximal`, `kept` (M2PO's mask) and `reference`.
+    and, if needed, `proximal`, `kept` (M2PO's mask), `picked` (by the loss's batch pass) and
+    `reference`.
 
     Raises:
         ConfigError: arguments that the policy loss does not take.
@@ -57,9 +63,15 @@ class TokenLoss:
 
     def __init__(self, loss: PolicyLoss, config: TrainerConfig) -> None:
         self._loss = loss
+        self._batch_pass = batch_pass(loss)
         self._kwargs = loss_arguments(loss, config)
         self._kl = config.kl
         self._correction = config.correction.model_dump(exclude={"proximal", "second_moment"})
+
+    @property
+    def has_batch_pass(self) -> bool:
+        """Whether the loss needs `pick` before the micro-batches of an update."""
+        return self._batch_pass is not None
 
     def __call__(
         self,
@@ -75,15 +87,8 @@ class TokenLoss:
         `logprobs_T` are the trained policy's, with gradient; `columns` hold the numbers of all
         rows; `version` is that of the weights at the step's beginning.
         """
-        old_T = columns.take("old", indexes)
-        now_T = logprobs_T.detach()
-        inputs = LossInputs(
-            logprobs=logprobs_T,
-            proximal=self._proximal(proximal, now_T, columns, indexes, version),
-            old_logprobs=old_T,
-            advantages=columns.take("advantages", indexes),
-            sequence_ids=columns.row_ids(indexes),
-        )
+        inputs = self._inputs(logprobs_T, columns, indexes, proximal, version)
+        old_T, now_T = inputs.old_logprobs, logprobs_T.detach()
         output = self._loss(inputs, **self._kwargs)
         # The tokens are the old policy's, so `approx_kl` is the divergence *from* it.
         loss_T, metrics = output.loss, {**output.metrics, "approx_kl": k3(old_T, now_T)}
@@ -103,6 +108,40 @@ class TokenLoss:
                 metrics["kept_fraction"] = kept_T
             loss_T = weights_T * loss_T
         return LossOutput(loss=loss_T, metrics=metrics)
+
+    def pick(
+        self,
+        logprobs_T: Tensor,
+        columns: TokenBatch,
+        indexes: list[int],
+        *,
+        proximal: Proximal,
+        version: int,
+    ) -> Tensor:
+        """Return the tokens that the batch pass of the loss picks of all rows of an update, [T].
+
+        `logprobs_T` are the policy's before the update, of all tokens of the rows `indexes`.
+        """
+        assert self._batch_pass is not None
+        inputs = self._inputs(logprobs_T, columns, indexes, proximal, version)
+        return self._batch_pass(inputs, **self._kwargs)
+
+    def _inputs(
+        self,
+        logprobs_T: Tensor,
+        columns: TokenBatch,
+        indexes: list[int],
+        proximal: Proximal,
+        version: int,
+    ) -> LossInputs:
+        return LossInputs(
+            logprobs=logprobs_T,
+            proximal=self._proximal(proximal, logprobs_T.detach(), columns, indexes, version),
+            old_logprobs=columns.take("old", indexes),
+            advantages=columns.take("advantages", indexes),
+            sequence_ids=columns.row_ids(indexes),
+            picked=columns.take("picked", indexes) if "picked" in columns else None,
+        )
 
     def _proximal(
         self, source: Proximal, now_T: Tensor, columns: TokenBatch, indexes: list[int], version: int

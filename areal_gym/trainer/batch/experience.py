@@ -20,14 +20,21 @@ class TokenBatch:
     def __init__(self, rows: Sequence[TokenSequence], device: torch.device) -> None:
         self._lengths = [row.num_trainable for row in rows]
         self._device = device
-        self._values: dict[str, tuple[Tensor, ...]] = {}
+        self._values: dict[str, list[Tensor]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
     def put(self, name: str, values_T: Tensor) -> None:
         """Store values of all tokens, row after row."""
-        self._values[name] = torch.split(values_T.to(self._device), self._lengths)
+        self._values[name] = list(torch.split(values_T.to(self._device), self._lengths))
+
+    def put_rows(self, name: str, indexes: Sequence[int], values_T: Tensor) -> None:
+        """Store values of the tokens of the rows `indexes`, in that order; other rows have none."""
+        values = self._values.setdefault(name, [torch.zeros(0)] * len(self._lengths))
+        parts = torch.split(values_T.to(self._device), [self._lengths[i] for i in indexes])
+        for i, part in zip(indexes, parts, strict=True):
+            values[i] = part
 
     def take(self, name: str, indexes: Sequence[int]) -> Tensor:
         """Return the values of the rows `indexes`, in that order."""

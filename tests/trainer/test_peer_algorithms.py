@@ -1,0 +1,306 @@
+"""Losses and estimators of other systems: by hand, and to 1e-5 as verl's own functions.
+
+`verl_numbers.json` holds what the functions of `verl/trainer/ppo/core_algos.py` (August 2026) gave
+for a batch of six ragged sequences in two groups; losses are named by their settings.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError
+from areal_gym.plugins import registry
+from areal_gym.testing import check_advantage_estimator, check_policy_loss
+from areal_gym.trainer.algorithms.advantages import AdvantageInputs, estimate
+from areal_gym.trainer.algorithms.losses import (
+    LossInputs,
+    LossOutput,
+    aggregate,
+    aggregation_weights,
+    with_batch_pass,
+)
+from areal_gym.trainer.trainer import Trainer
+from tests._support.tiny_training import batch, honest_logprobs, tiny_decoder
+
+NUMBERS: dict[str, Any] = json.loads((Path(__file__).parent / "verl_numbers.json").read_text())
+MASK = torch.tensor(NUMBERS["mask"]).bool()
+LENGTHS = MASK.sum(1).tolist()
+
+
+def loss_of(name: str) -> Any:
+    return registry().load("losses", name)
+
+
+def estimator_of(name: str) -> Any:
+    return registry().load("advantages", name)
+
+
+def verl_batch() -> LossInputs:
+    def flat(name: str) -> torch.Tensor:
+        return torch.tensor(NUMBERS[name])[MASK]
+
+    return LossInputs(
+        logprobs=flat("logp").requires_grad_(True),
+        proximal=flat("old_logp"),
+        old_logprobs=flat("old_logp"),
+        advantages=flat("advantages"),
+        sequence_ids=torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "settings", "aggregation"),
+    [
+        ("dppo_tv 0.2 0.2", "dppo_tv", {}, "token_mean"),
+        (
+            "dppo_tv 0.15 0.05 c1.5",
+            "dppo_tv",
+            {"clip_low": 0.15, "clip_high": 0.05, "truncation": 1.5},
+            "token_mean",
+        ),
+        ("dppo_kl 0.2 0.2", "dppo_kl", {}, "seq_mean"),
+        ("dppo_kl 0.05 0.02", "dppo_kl", {"clip_low": 0.05, "clip_high": 0.02}, "token_mean"),
+        ("gmpo 0.2 0.2", "gmpo", {}, "seq_mean"),
+        ("gmpo 0.4 0.3", "gmpo", {"clip_low": 0.4, "clip_high": 0.3}, "seq_mean"),
+        ("gpg", "gpg", {}, "token_mean"),
+        ("dro 0.3", "dro", {"beta": 0.3}, "token_mean"),
+        ("clip_cov all", "clip_cov", {"cov_fraction": 1.0, "cov_low": 0.2}, "token_mean"),
+        ("kl_cov one", "kl_cov", {}, "token_mean"),
+        ("kl_cov third", "kl_cov", {"cov_fraction": 1 / 3, "kl_coefficient": 1.0}, "token_mean"),
+    ],
+)
+def test_losses_agree_with_verl(case, name, settings, aggregation):
+    inputs = verl_batch()
+    weights_G = torch.tensor(aggregation_weights(aggregation, LENGTHS))
+    loss = aggregate(loss_of(name)(inputs, **settings).loss, weights_G[inputs.sequence_ids])
+    loss.backward()
+    expected = NUMBERS["losses"][case]
+    assert float(loss.detach()) == pytest.approx(expected["loss"], abs=1e-5)
+    gradient_T = torch.tensor(expected["gradient"])[MASK]
+    torch.testing.assert_close(inputs.logprobs.grad, gradient_T, rtol=1e-5, atol=1e-5)
+
+
+def test_clip_cov_picks_one_of_the_tokens_that_verl_may_pick():
+    inputs = verl_batch()
+    loss_T = loss_of("clip_cov")(inputs).loss.detach()
+    all_T = loss_of("clip_cov")(inputs, cov_fraction=1.0).loss.detach()
+    assert int((loss_T == 0).sum()) == 1
+    assert (all_T[loss_T == 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "settings"),
+    [
+        ("opo", "opo", {}),
+        ("gpg", "gpg", {}),
+        ("grpo_passk", "pass_at_k", {}),
+        ("grpo_passk plain", "pass_at_k", {"is_normalised": False}),
+    ],
+)
+def test_estimators_agree_with_verl(case, name, settings):
+    inputs = AdvantageInputs.from_turns(
+        [[reward] for reward in NUMBERS["rewards"]], [[n] for n in LENGTHS], NUMBERS["groups"]
+    )
+    advantages_T = estimate(estimator_of(name), inputs, **settings).advantages_T
+    expected_T = torch.tensor(NUMBERS["estimators"][case])[MASK].double()
+    torch.testing.assert_close(advantages_T, expected_T, rtol=1e-5, atol=1e-5)
+
+
+# ---- by hand ---------------------------------------------------------------------------------
+
+
+def tokens(probs: list[float], before: list[float], advantages: list[float]) -> LossInputs:
+    proximal_T = torch.tensor(before, dtype=torch.float64).log()
+    return LossInputs(
+        logprobs=torch.tensor(probs, dtype=torch.float64).log().requires_grad_(True),
+        proximal=proximal_T,
+        old_logprobs=proximal_T,
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        sequence_ids=torch.zeros(len(probs), dtype=torch.long),
+    )
+
+
+def test_dppo_bounds_probabilities_and_not_ratios():
+    # A rare token triples its probability and stays; a likely one moves by 0.25 and is out.
+    rare, likely, back, down = (0.03, 0.01), (0.85, 0.6), (0.3, 0.6), (0.3, 0.6)
+    pairs, advantages = (rare, likely, back, down), [2.0, 1.0, 1.0, -1.0]
+    inputs = tokens([p for p, _ in pairs], [q for _, q in pairs], advantages)
+    output = loss_of("dppo_tv")(inputs, clip_low=0.2, clip_high=0.2)
+    expected = [-2 * 3 * math.log(0.03), 0.0, -0.5 * math.log(0.3), 0.0]
+    assert output.loss.tolist() == pytest.approx(expected)
+    assert output.metrics["clip_fraction"].tolist() == [0, 1, 0, 1]
+    truncated = loss_of("dppo_tv")(inputs, truncation=2.0).loss
+    assert float(truncated[0].detach()) == pytest.approx(-2 * 2 * math.log(0.03))
+    # KL(0.6 || 0.85) = 0.6 log(0.6/0.85) + 0.4 log(0.4/0.15) = 0.183; the rare token's is 0.009.
+    for bound, num_out in ((0.18, 1), (0.19, 0)):
+        output = loss_of("dppo_kl")(inputs, clip_low=0.3, clip_high=bound)
+        assert output.metrics["clip_fraction"].sum() == num_out
+
+
+def test_gmpo_by_hand():
+    # Log-ratios log 2 (clipped to 0.4) and -1 (not clipped where the advantage is positive).
+    inputs = tokens([0.6, 0.2], [0.3, 0.2 * math.e], [1.5, 1.5])
+    output = loss_of("gmpo")(inputs, clip_low=0.4, clip_high=0.4)
+    assert output.loss.tolist() == pytest.approx([-1.5 * math.exp((0.4 - 1) / 2)] * 2)
+    assert output.metrics["clip_fraction"].tolist() == [1, 0]
+    inputs = tokens([0.6, 0.2], [0.3, 0.2 * math.e], [-1.5, -1.5])
+    output = loss_of("gmpo")(inputs, clip_low=0.4, clip_high=0.4)
+    assert output.loss.tolist() == pytest.approx([1.5 * math.exp((math.log(2) - 0.4) / 2)] * 2)
+
+
+def test_dro_by_hand_has_its_minimum_at_the_advantage_over_beta():
+    inputs = tokens([0.5 * math.exp(0.4)], [0.5], [0.2])
+    output = loss_of("dro")(inputs, beta=0.5)
+    logprob = math.log(0.5) + 0.4
+    assert output.loss.tolist() == pytest.approx([-(0.2 * logprob - 0.25 * 0.16)])
+    output.loss.sum().backward()
+    assert inputs.logprobs.grad.tolist() == pytest.approx([0.0])
+
+
+def test_clip_cov_and_kl_cov_by_hand():
+    # Mean log-probability -2, mean advantage 0.
+    logprobs, advantages = [-1.0, -0.5, -3.0, -3.5], [2.0, 1.0, -1.0, -2.0 / 6]
+    mean = sum(advantages) / 4
+    advantages = [a - mean for a in advantages]
+    inputs = LossInputs(
+        logprobs=torch.tensor(logprobs, requires_grad=True),
+        proximal=torch.tensor([-1.0, -1.5, -3.0, -3.4]),
+        old_logprobs=torch.zeros(4),
+        advantages=torch.tensor(advantages),
+        sequence_ids=torch.zeros(4, dtype=torch.long),
+    )
+    covariances = [a * (x + 2) for a, x in zip(advantages, logprobs, strict=True)]
+    settings = {"cov_fraction": 0.99, "cov_low": 0.7, "cov_high": 5.0}
+    output = loss_of("clip_cov")(inputs, **settings)
+    is_in = [c > 0.7 for c in covariances]
+    is_in[1] = False  # its ratio e is beyond the clip already
+    assert output.metrics["picked_fraction"].tolist() == pytest.approx([float(x) for x in is_in])
+    assert [x == 0 for x in output.loss.tolist()] == is_in
+    ratios = [1.0, math.e, 1.0, math.exp(-0.1)]
+    plain = [-a * r for a, r in zip(advantages, ratios, strict=True)]
+    largest = sorted(range(4), key=lambda i: covariances[i])[-2:]
+    gaps = [0.0, 1.0, 0.0, 0.1]
+    expected = [x + 0.3 * gaps[i] * (i in largest) for i, x in enumerate(plain)]
+    penalised = loss_of("kl_cov")(inputs, cov_fraction=0.5, kl_coefficient=0.3)
+    assert penalised.loss.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_opo_gpg_and_pass_at_k_by_hand():
+    inputs = AdvantageInputs.from_turns(
+        [[1.0], [0.0], [0.0], [0.5], [0.5]], [[1], [2], [1], [3], [1]], [0, 0, 0, 1, 1]
+    )
+    tokens_of = [0, 1, 1, 2, 3, 3, 3, 4]
+    per_trajectory = {
+        "opo": [0.75, -0.25, -0.25, 0, 0],
+        "gpg": [5 / 3 * 2 / 3, -5 / 9, -5 / 9, 0, 0],
+        "pass_at_k": [1 / (math.sqrt(1 / 3) + 1e-6), 0, 0, 0, 0],
+    }
+    for name, expected in per_trajectory.items():
+        advantages_T = estimate(estimator_of(name), inputs).advantages_T
+        assert advantages_T.tolist() == pytest.approx([expected[i] for i in tokens_of]), name
+    with pytest.raises(ConfigError, match="only one member"):
+        estimate(estimator_of("opo"), AdvantageInputs.from_turns([[1.0]], [[1]], [0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("dppo_tv", {"truncation": 0.0}),
+        ("dro", {"beta": 0.0}),
+        ("clip_cov", {"cov_fraction": 0.0}),
+        ("clip_cov", {"cov_low": 5.0}),
+        ("kl_cov", {"cov_fraction": 1.5}),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(name, settings):
+    with pytest.raises(ConfigError, match="must be"):
+        loss_of(name)(verl_batch(), **settings)
+
+
+# ---- contracts and the batch pass ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("dppo_tv", {}),
+        ("dppo_tv", {"clip_low": None, "clip_high": None}),
+        ("dppo_kl", {}),
+        ("gmpo", {}),
+        ("gmpo", {"clip_low": None, "clip_high": None}),
+        ("dro", {}),
+        ("gpg", {}),
+        ("clip_cov", {}),
+        ("clip_cov", {"cov_fraction": 0.3, "cov_low": 0.1}),
+        ("kl_cov", {}),
+        ("kl_cov", {"cov_fraction": 0.5, "kl_coefficient": 2.0}),
+    ],
+)
+def test_losses_keep_the_contract(name, settings):
+    check_policy_loss(loss_of(name), **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "compares", "settings"),
+    [
+        ("opo", "siblings", {}),
+        ("gpg", "nothing", {}),
+        ("pass_at_k", "siblings", {}),
+        ("pass_at_k", "siblings", {"is_normalised": False}),
+    ],
+)
+def test_estimators_keep_the_contract(name, compares, settings):
+    check_advantage_estimator(estimator_of(name), compares=compares, **settings)
+
+
+def test_contract_refuses_a_batch_pass_that_depends_on_order():
+    def first(batch: LossInputs) -> torch.Tensor:
+        return torch.arange(len(batch.advantages)) == 0
+
+    @with_batch_pass(first)
+    def loss(batch: LossInputs) -> LossOutput:
+        picked_T = first(batch) if batch.picked is None else batch.picked
+        ratio_T = (batch.logprobs - batch.proximal).clamp(-20, 20).exp()
+        return LossOutput(loss=(-batch.advantages * ratio_T).masked_fill(picked_T, 0.0))
+
+    with pytest.raises(AssertionError, match="sequences' order"):
+        check_policy_loss(loss)
+
+
+def steps(groups, **settings) -> tuple[torch.Tensor, dict[str, float]]:
+    """The weights after two steps, and the last metrics."""
+    config = TrainerConfig(
+        algorithm="clip_cov",
+        lr=1e-3,
+        loss_kwargs={"cov_fraction": 0.05, "cov_low": 0.0},
+        **settings,
+    )
+    trainer = Trainer(
+        tiny_decoder(),
+        config,
+        advantage=estimator_of(config.advantage),
+        loss=loss_of(config.loss),
+        max_new_tokens=9,
+    )
+    trainer.step(groups, version=0)
+    metrics = trainer.step(groups, version=0)
+    return torch.cat([tensor.flatten() for _, tensor in trainer.weights()]).clone(), metrics
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("proximal", ["auto", "recomputed"])
+def test_picks_are_those_of_the_whole_update_however_it_is_cut(minibatches, proximal):
+    groups = honest_logprobs(tiny_decoder(), batch(seed=5, num_groups=4))
+    settings = {"minibatches": minibatches, "correction": {"proximal": proximal}}
+    whole, metrics = steps(groups, **settings)
+    parts, cut_metrics = steps(groups, tokens_per_microbatch=64, **settings)
+    assert cut_metrics["train/micro_batches"] > metrics["train/micro_batches"]
+    assert metrics["train/picked_fraction"] == cut_metrics["train/picked_fraction"] > 0
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-7)
