@@ -239,6 +239,7 @@ class Turn:
     engine_s: float = 0.0  # wall time, queueing included
     env_s: float = 0.0  # wall time of the reply, tools included
     tool_s: float = 0.0  # the part of `env_s` that tools took
+    state_key: str | None = None  # the environment's name of the state that the policy acted in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,7 +327,6 @@ class Trajectory:
         With `packs_numbers`, the line format of `trajectories/*.jsonl`: token ids and
         log-probabilities are base64 of little-endian arrays, {"int32": "..."}, and not lists.
         """
-        turns = self.turns
         return {
             "id": self.id,
             "group_id": self.group_id,
@@ -343,7 +343,7 @@ class Trajectory:
             "policy_versions": self.policy_versions,
             "metrics": dict(self.metrics),
             "seed": self.seed,
-            "turns": [asdict(turn) | {"finish_reason": str(turn.finish_reason)} for turn in turns],
+            "turns": [asdict(t) | {"finish_reason": str(t.finish_reason)} for t in self.turns],
             "messages": list(self.messages),
             # The spans come last, so that a list of trajectories can be read without them.
             "spans": [_span_row(span, packs_numbers) for span in self.spans],

@@ -83,7 +83,13 @@ class KlConfig(Settings):
 
 
 class RewardConfig(Settings):
-    """Reward shaping before advantages: overlong penalty, (r + bias) * scale, clip."""
+    """Reward shaping before advantages: length and overlong penalty, (r + bias) * scale, clip."""
+
+    length_penalty: float = Field(0.0, ge=0, lt=1)
+    """The largest share of its reward that a right answer loses for being longer than the group's
+    other right answers; wrong ones lose nothing. 0 is off."""
+    right_reward: float = 1.0
+    """For the length penalty: the reward from which an answer is right."""
 
     overlong_tail: float = Field(0.0, ge=0, le=1)
     """The overlong penalty begins in this last fraction of rollout.max_new_tokens and grows
@@ -230,11 +236,34 @@ PRESETS: Mapping[str, Preset] = {
         "pass_at_k",
         settings=_SYMMETRIC,
     ),
+    "gdpo": Preset(
+        "each part of the reward normalised by itself, then their sum over the batch",
+        "gdpo",
+        settings=_SYMMETRIC,
+    ),
+    "concise": Preset(
+        "GRPO with a length penalty for right answers only",
+        "grpo",
+        settings={**_SYMMETRIC, "reward": {"length_penalty": 0.3}},
+    ),
+    "rae": Preset(
+        "reward against the running mean of the role, for games; no clip",
+        "rae",
+        settings={"clip_low": None, "clip_high": None},
+    ),
+    "gigpo": Preset(
+        "GRPO, plus what each turn's return is against those from the same state",
+        "gigpo",
+        settings=_SYMMETRIC,
+    ),
     "dro": Preset("a quadratic penalty on log-ratios instead of clips", "grpo", "dro"),
 }
 
 _COMPARE_SIBLINGS = frozenset(
-    ("grpo", "dr_grpo", "rloo", "lite_ppo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k")
+    {
+        *("grpo", "dr_grpo", "rloo", "lite_ppo", "reinforce_pp_baseline"),
+        *("opo", "gpg", "pass_at_k", "gdpo", "gigpo"),
+    }
 )
 
 

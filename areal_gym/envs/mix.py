@@ -178,6 +178,7 @@ def _response_of(step: StepResult) -> Response:
         is_terminated=step.terminated,
         is_truncated=step.truncated and step.info.get("truncated_by") == "env",
         metrics=step.info.get("metrics", {}),
+        state_key=step.info.get("state_key"),
     )
 
 

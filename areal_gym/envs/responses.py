@@ -45,6 +45,10 @@ class Response:
     """A limit of the environment's own; `max_turns` is applied for you."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to add up over the episode (tool calls, tool errors, ...)."""
+    state_key: str | None = None
+    """A name of the state in which the policy wrote the message that this answers: the same for
+    equal states of a task, in any of its episodes. `trainer.advantage=gigpo` compares what was done
+    in equal states; None compares the message with no other."""
 
 
 @dataclass(slots=True)
@@ -97,6 +101,8 @@ def step_result(response: object, source: str, task_id: str, num_judge_errors: i
     info: Info = {"messages": messages, "task_id": task_id}
     if response.reward_parts:
         info["reward_parts"] = dict(response.reward_parts)
+    if response.state_key is not None:
+        info["state_key"] = response.state_key
     metrics = dict(response.metrics)
     if num_judge_errors:
         metrics[JUDGE_ERRORS] = metrics.get(JUDGE_ERRORS, 0) + num_judge_errors

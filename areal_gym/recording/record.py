@@ -30,6 +30,7 @@ class TurnDraft:
     tool_s: float = 0.0
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
+    state_key: str | None = None
 
     def turn(self) -> Turn:
         """Return the finished turn."""
@@ -62,6 +63,7 @@ class EpisodeRecord:
         turn.reward += result.reward
         for name, part in info.get("reward_parts", {}).items():
             turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + part
+        turn.state_key = turn.state_key or info.get("state_key")
         for name, value in info.get("metrics", {}).items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         self.unread = info["messages"]

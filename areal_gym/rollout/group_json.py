@@ -95,7 +95,8 @@ def _pack(trajectory: Trajectory, task: Task) -> dict[str, Any]:
 
 def _unpack(packed: Mapping[str, Any], task: Mapping[str, Any]) -> Trajectory:
     row: dict[str, Any] = {"task": task, **packed}
-    row["turns"] = [dict(zip(_TURN, turn, strict=True)) for turn in row["turns"]]
+    # Not strict: journals of older versions have fewer values, of the same first fields.
+    row["turns"] = [dict(zip(_TURN, turn, strict=False)) for turn in row["turns"]]
     row["spans"] = list(_spans(row))
     for span, experts in zip(row["spans"], row.pop("routed_experts", ()), strict=False):
         span["routed_experts"] = experts

@@ -339,10 +339,14 @@ def _trajectories(
     values = [[rng.uniform(-0.1, 0.1) for _ in range(sum(lengths))] for _, _, lengths in shapes]
     taken = range(len(shapes)) if order is None else order
     chosen = [shapes[i] for i in taken]
+    rewards_G = torch.tensor([reward for reward, _, _ in chosen], dtype=torch.float64)
     return AdvantageInputs.from_turns(
         [[0.0] * (len(lengths) - 1) + [reward] for reward, _, lengths in chosen],
         [lengths for _, _, lengths in chosen],
         [group if order is None else 7 - 3 * group for _, group, _ in chosen],
+        state_keys=[[f"state {k}" for k in range(len(lengths))] for _, _, lengths in chosen],
+        reward_parts_G={"all": rewards_G},
+        role_means_G=torch.zeros(len(chosen), dtype=torch.float64),
         values_T=torch.tensor([v for i in taken for v in values[i]], dtype=torch.float64),
         final_values_G=torch.zeros(len(chosen), dtype=torch.float64),
     )
@@ -358,8 +362,10 @@ def _starts(inputs: AdvantageInputs) -> list[slice]:
 
 
 def _tensors(inputs: LossInputs | AdvantageInputs) -> list[Tensor]:
+    import torch
+
     values = (getattr(inputs, field.name) for field in dataclasses.fields(inputs))
-    return [tensor for tensor in values if tensor is not None]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _require(condition: bool | Tensor, rule: str) -> None:

@@ -26,6 +26,11 @@ _GROUP_ADVANTAGES = {
     "opo": "reward - group mean weighted by length",
     "gpg": "reward - group mean, times the batch's share of rewards that are not 0, inverted",
     "pass_at_k": "for the best of a group its lead over the second best",
+    "gdpo": "each part of the reward normalised by itself, then their sum over the batch's tokens",
+    "rae": "reward - running mean of the rewards of the same role",
+}
+_ANCHOR_ADVANTAGES = {
+    "gigpo": "reward - group mean, plus each turn's return against those from the same state",
 }
 _LOSSES = {
     "ppo_clip": "PPO's clipped ratio per token, with separate bounds and optional dual clip",
@@ -77,6 +82,7 @@ def register_advantage_estimators() -> Iterable[AdvantageSpec]:
         ("advantages", _ADVANTAGES),
         ("token_advantages", _TOKEN_ADVANTAGES),
         ("group_advantages", _GROUP_ADVANTAGES),
+        ("anchor_advantages", _ANCHOR_ADVANTAGES),
     ):
         for name, summary in summaries.items():
             path = f"areal_gym.trainer.algorithms.{module}:{name}"

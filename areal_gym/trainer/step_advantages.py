@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.config.algorithm_settings import RewardConfig
+from areal_gym.errors import ConfigError
 from areal_gym.trainer.algorithms.advantages import (
     AdvantageEstimator,
     estimate,
     needs_past_mean,
+    needs_roles,
 )
 from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS
 from areal_gym.trainer.batch.experience import TokenBatch, advantage_inputs
@@ -23,6 +27,9 @@ from areal_gym.trainer.row_passes import RowPasses
 
 _NEWEST = 0.1
 """The weight of a step in the running mean of rewards."""
+_ROLE_DECAY = 0.95
+"""The weight of the old mean of a role's rewards against one trajectory's (SPIRAL)."""
+_MAX_ROLES = 64
 
 
 class StepAdvantages:
@@ -43,10 +50,18 @@ class StepAdvantages:
         self._max_new_tokens = max_new_tokens
         # Not a number before the first step.
         self._past_mean = torch.tensor(math.nan, dtype=torch.float64)
+        self._role_ids = torch.zeros(_MAX_ROLES, dtype=torch.int64)
+        """A number made from each role's name; 0 where there is no role yet."""
+        self._role_means = torch.zeros(_MAX_ROLES, dtype=torch.float64)
 
     def states(self) -> dict[str, Tensor]:
         """Return the live tensors that a checkpoint keeps, by name."""
-        return {"past_mean": self._past_mean} if needs_past_mean(self._estimator) else {}
+        states = {}
+        if needs_past_mean(self._estimator):
+            states["past_mean"] = self._past_mean
+        if needs_roles(self._estimator):
+            states |= {"role_ids": self._role_ids, "role_means": self._role_means}
+        return states
 
     def __call__(
         self, every_row: list[TokenSequence], rows: list[TokenSequence], columns: TokenBatch
@@ -71,6 +86,10 @@ class StepAdvantages:
             inputs = replace(inputs, values_T=values_T.cpu(), final_values_G=final_values_G)
         if not self._past_mean.isnan():
             inputs = replace(inputs, past_mean=self._past_mean.clone())
+        if needs_roles(self._estimator):
+            heads = [row for row in every_row if row.branch == 0]
+            role_means_G = self._move_role_means([row.role for row in heads], inputs.rewards_G)
+            inputs = replace(inputs, role_means_G=role_means_G)
         result = estimate(self._estimator, inputs, **config.advantage_kwargs)
         is_first = bool(self._past_mean.isnan())
         mean = inputs.rewards_G.mean()
@@ -85,3 +104,26 @@ class StepAdvantages:
         num_nonzero = len(ids_T[result.advantages_T != 0].unique())
         metrics["train/zero_advantage"] = 1 - num_nonzero / len(ids_T.unique())
         return metrics
+
+    def _move_role_means(self, roles: Sequence[str], rewards_G: Tensor) -> Tensor:
+        """Move the running mean of each role by its rewards; return each trajectory's, [G].
+
+        n moves by the mean of n rewards are one by 0.95^n: their order does not matter.
+        """
+        slots_G = torch.tensor([self._role_slot(role) for role in roles])
+        for slot in slots_G.unique().tolist():
+            rewards = rewards_G[slots_G == slot]
+            newest = 1 - _ROLE_DECAY ** len(rewards)
+            self._role_means[slot] += newest * (rewards.mean() - self._role_means[slot])
+        return self._role_means[slots_G]
+
+    def _role_slot(self, role: str) -> int:
+        number = 1 + zlib.crc32(role.encode())
+        for slot, known in enumerate(self._role_ids.tolist()):
+            if known in (0, number):
+                self._role_ids[slot] = number
+                return slot
+        raise ConfigError(
+            f"trainer.advantage=rae keeps means of {_MAX_ROLES} roles, and the tasks have more",
+            hints=['data["role"] of a task names a seat at the game, not an episode'],
+        )

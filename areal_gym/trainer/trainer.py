@@ -110,7 +110,7 @@ class Trainer(PolicyTrainer):
         self._passes = RowPasses(decoder, config, ranks, temperature)
         self._max_new_tokens = max_new_tokens
         self._critic = Critic(decoder, config, ranks) if needs_critic(advantage) else None
-        self._compute_advantages = StepAdvantages(
+        self._step_advantages = StepAdvantages(
             advantage, config, self._passes, self._critic, max_new_tokens
         )
         self._reference: PolicyModel | None = None
@@ -246,7 +246,7 @@ class Trainer(PolicyTrainer):
 
     def states(self) -> dict[str, Tensor]:
         """Return the states of every trainer, the mean of past rewards, and the critic's."""
-        states = super().states() | self._compute_advantages.states()
+        states = super().states() | self._step_advantages.states()
         if self._critic is not None:
             states |= prefixed("critic", self._critic.states())
         return states
@@ -276,6 +276,12 @@ class Trainer(PolicyTrainer):
                 old_T, proximal_T = columns.all("old"), columns.all("proximal")
                 columns.put("kept", second_moment_mask(proximal_T, old_T, threshold=threshold))
         return columns
+
+    def _compute_advantages(
+        self, every_row: list[TokenSequence], rows: list[TokenSequence], columns: TokenBatch
+    ) -> dict[str, float]:
+        """Add advantages, and the critic's targets, to the columns; return metrics."""
+        return self._step_advantages(every_row, rows, columns)
 
     # ---- one update ---------------------------------------------------------------------------
 

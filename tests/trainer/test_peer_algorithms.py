@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.plugins import registry
 from areal_gym.testing import check_advantage_estimator, check_policy_loss
 from areal_gym.trainer.algorithms.advantages import AdvantageInputs, estimate
@@ -26,7 +29,10 @@ from areal_gym.trainer.algorithms.losses import (
     aggregation_weights,
     with_batch_pass,
 )
+from areal_gym.trainer.batch.experience import length_penalised
+from areal_gym.trainer.checkpoint import restore_trainer, save_trainer
 from areal_gym.trainer.trainer import Trainer
+from areal_gym.types import Group, Task
 from tests._support.tiny_training import batch, honest_logprobs, tiny_decoder
 
 NUMBERS: dict[str, Any] = json.loads((Path(__file__).parent / "verl_numbers.json").read_text())
@@ -102,11 +108,16 @@ def test_clip_cov_picks_one_of_the_tokens_that_verl_may_pick():
         ("gpg", "gpg", {}),
         ("grpo_passk", "pass_at_k", {}),
         ("grpo_passk plain", "pass_at_k", {"is_normalised": False}),
+        ("gdpo", "gdpo", {}),
+        ("gdpo 1 0.5", "gdpo", {"weights": {"right": 1.0, "format": 0.5}}),
     ],
 )
 def test_estimators_agree_with_verl(case, name, settings):
     inputs = AdvantageInputs.from_turns(
-        [[reward] for reward in NUMBERS["rewards"]], [[n] for n in LENGTHS], NUMBERS["groups"]
+        [[reward] for reward in NUMBERS["rewards"]],
+        [[n] for n in LENGTHS],
+        NUMBERS["groups"],
+        reward_parts_G={k: torch.tensor(v) for k, v in NUMBERS["reward_parts"].items()},
     )
     advantages_T = estimate(estimator_of(name), inputs, **settings).advantages_T
     expected_T = torch.tensor(NUMBERS["estimators"][case])[MASK].double()
@@ -209,6 +220,116 @@ def test_opo_gpg_and_pass_at_k_by_hand():
         estimate(estimator_of("opo"), AdvantageInputs.from_turns([[1.0]], [[1]], [0]))
 
 
+def test_gdpo_by_hand_lets_no_part_drown_another():
+    # "big" is worth 100 and "small" 1: each counts the same after its own normalisation.
+    parts = {"big": [100.0, 0.0, 100.0, 0.0], "small": [0.0, 1.0, 1.0, 0.0]}
+    inputs = AdvantageInputs.from_turns(
+        [[a + b] for a, b in zip(*parts.values(), strict=True)],
+        [[1], [1], [1], [1]],
+        [0, 0, 0, 0],
+        reward_parts_G={name: torch.tensor(values) for name, values in parts.items()},
+    )
+    advantages = estimate(estimator_of("gdpo"), inputs).advantages_T.tolist()
+    assert advantages == pytest.approx([0, 0, math.sqrt(1.5), -math.sqrt(1.5)], abs=1e-4)
+    one = estimate(estimator_of("gdpo"), inputs, weights={"small": 3.0}).advantages_T.tolist()
+    assert one == pytest.approx([-math.sqrt(0.75), *[math.sqrt(0.75)] * 2, -math.sqrt(0.75)], 1e-4)
+    with pytest.raises(ConfigError, match="no part 'smal'") as caught:
+        estimate(estimator_of("gdpo"), inputs, weights={"smal": 1.0})
+    assert "did you mean 'small'" in caught.value.hints[0]
+    without = AdvantageInputs.from_turns([[1.0], [0.0]], [[1], [1]], [0, 0])
+    with pytest.raises(ConfigError, match="rewards without parts"):
+        estimate(estimator_of("gdpo"), without)
+
+
+def test_gigpo_by_hand_compares_turns_from_the_same_state():
+    # Two episodes from the door: one goes through, the other is sent back to it and then goes.
+    rewards, keys = [[0, 1], [0, 0, 1], [0]], [["door", "hall"], ["door", "cell", "door"], [None]]
+    lengths = [[2, 1], [1, 1, 1], [1]]
+    inputs = AdvantageInputs.from_turns(rewards, lengths, [0, 0, 0], state_keys=keys)
+    advantages = estimate(estimator_of("gigpo"), inputs, discount=0.5).advantages_T.tolist()
+    # At the door the returns are 1/2, 1/4 and 1; their mean is 7/12.
+    door = [1 / 2 - 7 / 12, 1 / 4 - 7 / 12, 1 - 7 / 12]
+    episode = [1 / 3, 1 / 3, -2 / 3]
+    assert advantages == pytest.approx(
+        [
+            *[episode[0] + door[0]] * 2,
+            episode[0],
+            episode[1] + door[1],
+            episode[1],
+            episode[1] + door[2],
+            episode[2],
+        ]
+    )
+    plain = AdvantageInputs.from_turns(rewards, lengths, [0, 0, 0])
+    with pytest.raises(ConfigError, match=r"Response\.state_key"):
+        estimate(estimator_of("gigpo"), plain)
+    other = AdvantageInputs.from_turns(rewards, lengths, [0, 0, 1], state_keys=keys)
+    with pytest.raises(ConfigError, match="only one member"):
+        estimate(estimator_of("gigpo"), other)
+
+
+def test_equal_keys_of_other_groups_are_other_states():
+    keys = [["a"], ["a"], ["a"], ["a"]]
+    inputs = AdvantageInputs.from_turns(
+        [[1], [0], [1], [1]], [[1]] * 4, [0, 0, 1, 1], state_keys=keys
+    )
+    assert inputs.state_ids_T.tolist() == [0, 0, 1, 1]
+    assert estimate(estimator_of("gigpo"), inputs).advantages_T.tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def with_role(group: Group, role: str) -> Group:
+    task = Task(id=group.task.id, data={"role": role})
+    members = tuple(replace(t, task=task) for t in group.trajectories)
+    return replace(group, task=task, trajectories=members)
+
+
+def role_trainer(decoder: Decoder | None = None) -> Trainer:
+    config = TrainerConfig(algorithm="rae", lr=1e-3)
+    return Trainer(
+        decoder or tiny_decoder(),
+        config,
+        advantage=estimator_of("rae"),
+        loss=loss_of(config.loss),
+    )
+
+
+def test_rae_keeps_a_running_mean_of_each_role(tmp_path):
+    groups = honest_logprobs(tiny_decoder(), batch(seed=5, num_groups=2))
+    groups = [
+        with_role(group, role) for group, role in zip(groups, ("first", "second"), strict=True)
+    ]
+    trainer = role_trainer()
+    trainer.step(groups, version=0)
+    expected = []
+    for group in groups:
+        n = len(group)
+        mean = (1 - 0.95**n) * sum(group.rewards_G) / n
+        expected += [reward - mean for reward in group.rewards_G]
+    means = {row["trajectory"]: row["advantage"] for row in trainer.trained_tokens()}
+    assert [means[i] for i in range(len(expected))] == pytest.approx(expected, abs=1e-5)
+    # A restored trainer goes on from the same means, whichever role comes first.
+    path = save_trainer(trainer, tmp_path, 1, tmp_path)
+    other = role_trainer(load_checkpoint(path))
+    restore_trainer(other, path)
+    for trained in (trainer, other):
+        trained.step(groups[::-1], version=0)
+    assert [row["advantage"] for row in other.trained_tokens()] == [
+        row["advantage"] for row in trainer.trained_tokens()
+    ]
+
+
+def test_length_penalty_is_for_right_answers_only():
+    rewards = torch.tensor([1.0, 1.0, 0.0, 0.5, 1.0])
+    lengths, groups = torch.tensor([10, 20, 3, 90, 40]), torch.tensor([0, 0, 0, 0, 1])
+    shaped = length_penalised(rewards, lengths, groups, share=0.4)
+    z = 5 / math.sqrt(50)
+    short, long = (1 - 0.4 / (1 + math.exp(x)) for x in (z, -z))
+    assert shaped.tolist() == pytest.approx([short, long, 0.0, 0.5, 0.8])
+    lenient = length_penalised(rewards, lengths, groups, share=0.4, right_reward=0.5)
+    assert lenient[3] < 0.5
+    assert lenient[2] == 0
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -254,6 +375,12 @@ def test_losses_keep_the_contract(name, settings):
         ("gpg", "nothing", {}),
         ("pass_at_k", "siblings", {}),
         ("pass_at_k", "siblings", {"is_normalised": False}),
+        ("gdpo", "batch", {}),
+        ("gdpo", "batch", {"weights": {"all": 2.0}}),
+        ("rae", "nothing", {}),
+        ("gigpo", "nothing", {}),
+        ("gigpo", "siblings", {"discount": 1.0}),
+        ("gigpo", "siblings", {"is_normalised": True, "discount": 1.0, "step_weight": 0.5}),
     ],
 )
 def test_estimators_keep_the_contract(name, compares, settings):

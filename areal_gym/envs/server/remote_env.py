@@ -132,6 +132,7 @@ class RemoteEnv(TextEnv):
             is_terminated=step["terminated"],
             is_truncated=step["truncated"] and step["truncated_by"] != "max_turns",
             metrics=step["metrics"],
+            state_key=step.get("state_key"),  # servers of older versions send none
         )
 
     async def aclose(self) -> None:

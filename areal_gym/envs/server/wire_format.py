@@ -98,6 +98,7 @@ def step_body(result: StepResult) -> dict[str, Any]:
         "terminated": result.terminated,
         "truncated": result.truncated,
         "truncated_by": info.get("truncated_by"),
+        "state_key": info.get("state_key"),
     }
 
 

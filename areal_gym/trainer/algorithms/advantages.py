@@ -31,6 +31,7 @@ __all__ = [
     "lite_ppo",
     "needs_critic",
     "needs_past_mean",
+    "needs_roles",
     "normalise",
     "reinforce",
     "reinforce_baseline",
@@ -70,6 +71,13 @@ class AdvantageInputs:
     """Log-probabilities recorded while sampling."""
     teacher_logprobs_T: Tensor | None = None
     """A teacher's log-probabilities of the same tokens."""
+    state_ids_T: Tensor | None = None
+    """The state in which each token's turn began, equal in trajectories of a group that were in the
+    same one; -1 where the environment gives no key."""
+    reward_parts_G: Mapping[str, Tensor] | None = None
+    """Named parts of the rewards, each [G], as the environment gave them; None without any."""
+    role_means_G: Tensor | None = None
+    """The running mean of the rewards of each trajectory's role, this batch's included."""
     past_mean: Tensor | None = None
     """[]: the running mean of `rewards_G` over earlier steps; None at the first step."""
     penalties_T: Tensor | None = None
@@ -83,9 +91,13 @@ class AdvantageInputs:
         turn_rewards: Sequence[Sequence[float]],
         turn_lengths: Sequence[Sequence[int]],
         group_ids: Sequence[int],
-        **further: Tensor,
+        *,
+        state_keys: Sequence[Sequence[str | None]] | None = None,
+        **further: Any,
     ) -> Self:
         """Make the inputs from the rewards and the policy tokens of each trajectory's turns.
+
+        `state_keys` are the environment's names of the states of the turns, if it has any.
 
         A turn without policy tokens leaves its reward to the token before it; rewards before the
         first token count in `rewards_G` only.
@@ -105,6 +117,15 @@ class AdvantageInputs:
                     rewards_T[end - 1] += reward
         trajectories_K = torch.tensor(trajectories, dtype=torch.long)
         turns_K = torch.tensor(turns, dtype=torch.long)
+        if state_keys is not None:
+            ids: dict[tuple[int, str], int] = {}
+            pairs = zip(group_ids, state_keys, strict=True)
+            ids_K = [
+                -1 if key is None else ids.setdefault((group, key), len(ids))
+                for group, keys in pairs
+                for key in keys
+            ]
+            further["state_ids_T"] = torch.tensor(ids_K).long().repeat_interleave(lengths)
         return cls(
             rewards_G=torch.tensor([sum(r) for r in turn_rewards], dtype=torch.float64),
             group_ids_G=torch.tensor(group_ids, dtype=torch.long),
@@ -117,6 +138,17 @@ class AdvantageInputs:
 
 _INPUTS = {field.name for field in fields(AdvantageInputs)} - {"penalties_T"}
 """The inputs that estimators may name as parameters."""
+
+
+_ABSENT = {
+    "values_T": "trainer has no critic",
+    "final_values_G": "trainer has no critic",
+    "teacher_logprobs_T": "batch has no teacher",
+    "state_ids_T": "environment gives its states no keys (Response.state_key)",
+    "reward_parts_G": "environment gives rewards without parts (Response.reward_parts)",
+    "role_means_G": "batch has no roles",
+}
+"""The reasons why an input is not there."""
 
 
 class Advantages(NamedTuple):
@@ -144,7 +176,7 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
     require_finite(name, rewards_G=inputs.rewards_G, **given)
     for key in sorted(further - given.keys()):
         if keywords[key].default is inspect.Parameter.empty:
-            reason = "trainer has no critic" if "values" in key else "batch has no teacher"
+            reason = _ABSENT.get(key, "batch has none")
             raise ConfigError(
                 f"the advantage estimator {name} needs {key}, but the {reason}",
                 hints=["trainer.advantage=grpo needs none"],
@@ -171,13 +203,19 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
     return result
 
 
-def require_finite(name: str, **inputs: Tensor | None) -> None:
+def require_finite(name: str, **inputs: Tensor | Mapping[str, Tensor] | None) -> None:
     """Refuse NaN, which compares false: a group with NaN would count as one of equal rewards.
 
     Raises:
         NotFiniteError: names the input and counts its invalid values.
     """
-    for key, values in inputs.items():
+    named: dict[str, Tensor | None] = {}
+    for key, given in inputs.items():
+        if isinstance(given, Mapping):
+            named |= {f"{key}[{part!r}]": values for part, values in given.items()}
+        else:
+            named[key] = given
+    for key, values in named.items():
         if values is not None and not bool((is_finite := values.isfinite()).all()):
             num = int((~is_finite).sum())
             raise NotFiniteError(
@@ -202,6 +240,11 @@ def check_settings(estimator: AdvantageEstimator, settings: Mapping[str, Any]) -
 def needs_past_mean(estimator: AdvantageEstimator) -> bool:
     """Return whether the estimator compares with the rewards of earlier steps."""
     return "past_mean" in _keywords(estimator)
+
+
+def needs_roles(estimator: AdvantageEstimator) -> bool:
+    """Return whether the estimator compares with the earlier rewards of each role."""
+    return "role_means_G" in _keywords(estimator)
 
 
 def needs_critic(estimator: AdvantageEstimator) -> bool:

@@ -1,17 +1,22 @@
 """Advantage estimators of whole trajectories that compare siblings in other ways than GRPO.
 
-The definitions are those of verl (`verl/trainer/ppo/core_algos.py`, August 2026). As in all
-estimators here that compare siblings, a group of one is refused; verl gives it its reward. All are
-in float64 on the CPU; arguments that are not explained are fields of `AdvantageInputs`.
+The definitions of all but `rae` are those of verl (`verl/trainer/ppo/core_algos.py`, August 2026).
+As in all estimators here that compare siblings, a group of one is refused; verl gives it its
+reward. All are in float64 on the CPU; arguments that are not explained are fields of
+`AdvantageInputs`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from areal_gym.errors import ConfigError
-from areal_gym.trainer.algorithms.advantages import EPS, centred
+from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.trainer.algorithms.advantages import EPS, centred, grpo, require_finite
+
+_WHITENING_EPS = 1e-8
 
 
 def opo(rewards_G: Tensor, group_ids_G: Tensor, *, trajectory_ids_T: Tensor) -> Tensor:
@@ -69,3 +74,53 @@ def pass_at_k(rewards_G: Tensor, group_ids_G: Tensor, *, is_normalised: bool = T
             lead = lead / (centred_G[members].std() + EPS)
         advantages_G[members[place]] = lead
     return advantages_G
+
+
+def gdpo(
+    rewards_G: Tensor,
+    group_ids_G: Tensor,
+    *,
+    reward_parts_G: Mapping[str, Tensor],
+    trajectory_ids_T: Tensor,
+    weights: Mapping[str, float] | None = None,
+) -> Tensor:
+    """Normalise each part of the reward by itself, then their sum (Liu et al. 2026, 2601.05242).
+
+    GDPO: A = sum_k w_k (r_k - group mean) / (group std + 1e-6), then (A - mean) / sqrt(var + 1e-8)
+    over the batch's tokens, with unbiased deviations. A sum of rewards would let the part with the
+    largest deviation drown the others. `weights` names the parts that count and their weights; by
+    default all have 1. Parts are taken as the environment gave them, before `trainer.reward`. Gives
+    [T]; a group of equal parts gets what all others leave of the mean, as in verl.
+
+    Raises:
+        ConfigError: a weight of a part that the environment does not give, or a group of one.
+    """
+    weights = dict.fromkeys(reward_parts_G, 1.0) if weights is None else weights
+    for name in weights:
+        if name not in reward_parts_G:
+            near = did_you_mean(name, list(reward_parts_G))
+            known = f"its parts: {', '.join(reward_parts_G)}"
+            raise ConfigError(
+                f"gdpo: the environment's rewards have no part {name!r}",
+                hints=[near, known] if near else [known],
+            )
+    total_G = torch.zeros(len(rewards_G), dtype=torch.float64)
+    for name, weight in weights.items():
+        total_G += weight * grpo(reward_parts_G[name], group_ids_G)
+    total_T = total_G[trajectory_ids_T]
+    if not len(total_T) or bool((total_T == total_T[0]).all()):
+        return torch.zeros_like(total_T)
+    return (total_T - total_T.mean()) / (total_T.var() + _WHITENING_EPS).sqrt()
+
+
+def rae(rewards_G: Tensor, group_ids_G: Tensor, *, role_means_G: Tensor) -> Tensor:
+    """Compute r - running mean of the rewards of the trajectory's role (Liu et al. 2025, SPIRAL).
+
+    Role-conditioned advantage estimation (2506.24119, algorithm 1): roles of a game, such as who
+    moves first, differ in what they can expect, and siblings that all won or all lost still teach.
+    A role is `data["role"]` of a trajectory's task; those without one share a role. The trainer
+    moves the means first, b <- 0.95^n b + (1 - 0.95^n) mean(r) for the n trajectories of a role:
+    the paper's b <- 0.95 b + 0.05 r for each, whatever their order. Groups do not matter.
+    """
+    require_finite("rae", rewards_G=rewards_G, role_means_G=role_means_G)
+    return rewards_G.to("cpu", torch.float64) - role_means_G

@@ -59,7 +59,7 @@ def gae(
     rewards_T, values_T = (x.to("cpu", torch.float64) for x in (rewards_T, values_T))
     step_ids_T: Tensor | slice
     if unit == "turn":
-        step_ids_T, first_S = _turns(trajectory_ids_T, turn_ids_T)
+        step_ids_T, first_S = turns_of(trajectory_ids_T, turn_ids_T)
         rewards_S = _sum_by(rewards_T, step_ids_T, len(first_S))
         values_S, trajectory_S = values_T[first_S], trajectory_ids_T[first_S]
     else:
@@ -91,7 +91,7 @@ def reinforce_pp(
     sum of the KL from here on. There is no critic and no group.
     """
     require_finite("reinforce_pp", rewards_T=rewards_T)
-    return normalise(_returns_to_go(rewards_T.to("cpu", torch.float64), trajectory_ids_T, 1.0))
+    return normalise(discounted_returns(rewards_T.to("cpu", torch.float64), trajectory_ids_T, 1.0))
 
 
 def reinforce_pp_baseline(
@@ -127,7 +127,7 @@ def distill(
     """
     require_finite("distill", old_logprobs_T=old_logprobs_T, teacher_logprobs_T=teacher_logprobs_T)
     gained_T = (teacher_logprobs_T - old_logprobs_T).to("cpu", torch.float64)
-    return gained_T if discount == 0 else _returns_to_go(gained_T, trajectory_ids_T, discount)
+    return gained_T if discount == 0 else discounted_returns(gained_T, trajectory_ids_T, discount)
 
 
 def per_turn(
@@ -154,10 +154,10 @@ def per_turn(
     """
     require_finite("per_turn", rewards_G=rewards_G, rewards_T=rewards_T)
     estimator = _baseline(baseline) if isinstance(baseline, str) else baseline
-    turn_of_T, first_K = _turns(trajectory_ids_T, turn_ids_T)
+    turn_of_T, first_K = turns_of(trajectory_ids_T, turn_ids_T)
     rewards_K = _sum_by(rewards_T.to("cpu", torch.float64), turn_of_T, len(first_K))
     trajectory_K, number_K = trajectory_ids_T[first_K], turn_ids_T[first_K]
-    returns_K = _returns_to_go(rewards_K, trajectory_K, discount)
+    returns_K = discounted_returns(rewards_K, trajectory_K, discount)
     if by == "turn":
         group_K = group_ids_G.to("cpu")[trajectory_K]
         advantages_K = _among_same_turns(estimator, returns_K, group_K, number_K)
@@ -209,7 +209,8 @@ def _among_trajectories(
     return advantages[torch.tensor(own, dtype=torch.long)]
 
 
-def _returns_to_go(rewards_K: Tensor, trajectory_K: Tensor, discount: float) -> Tensor:
+def discounted_returns(rewards_K: Tensor, trajectory_K: Tensor, discount: float) -> Tensor:
+    """Compute R_k = r_k + discount R_(k+1) within each trajectory, [K]."""
     _, counts = torch.unique_consecutive(trajectory_K, return_counts=True)
     return _discounted_sums(rewards_K, counts, discount)
 
@@ -242,7 +243,7 @@ def _discounted_sums(values_K: Tensor, counts: Tensor, discount: float) -> Tenso
     return torch.from_numpy(sums[place_K])
 
 
-def _turns(trajectory_ids_T: Tensor, turn_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+def turns_of(trajectory_ids_T: Tensor, turn_ids_T: Tensor) -> tuple[Tensor, Tensor]:
     """Return each token's turn in the batch [T], and the first token of each turn [K]."""
     pairs = torch.stack([trajectory_ids_T, turn_ids_T])
     _, turn_of_T, counts = torch.unique_consecutive(

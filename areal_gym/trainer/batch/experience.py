@@ -78,9 +78,17 @@ def advantage_inputs(
     shaping = config.reward
     rewards_G = torch.tensor([sum(rewards) for rewards in turn_rewards], dtype=torch.float64)
     shaped_G = rewards_G
+    if shaping.length_penalty:
+        shaped_G = length_penalised(
+            shaped_G,
+            torch.tensor([int(lengths.sum()) for lengths in turn_lengths]),
+            torch.tensor([row.group_id for row in heads]),
+            share=shaping.length_penalty,
+            right_reward=shaping.right_reward,
+        )
     if shaping.overlong_tail:
         longest_G = torch.tensor([int(lengths.max()) for lengths in turn_lengths])
-        shaped_G = rewards_G + overlong_penalty(
+        shaped_G = shaped_G + overlong_penalty(
             longest_G,
             max_length=max_new_tokens,
             tail=max(1, round(shaping.overlong_tail * max_new_tokens)),
@@ -95,7 +103,49 @@ def advantage_inputs(
         known["teacher_logprobs_T"] = trained(rows, "teacher_logprobs")
     group_ids = [row.group_id for row in heads]
     lengths_of = [lengths.tolist() for lengths in turn_lengths]
-    return AdvantageInputs.from_turns(turn_rewards, lengths_of, group_ids, **known)
+    has_keys = any(key is not None for row in heads for key in row.state_keys)
+    return AdvantageInputs.from_turns(
+        turn_rewards,
+        lengths_of,
+        group_ids,
+        state_keys=[row.state_keys or (None,) for row in heads] if has_keys else None,
+        reward_parts_G=_reward_parts(heads),
+        **known,
+    )
+
+
+def _reward_parts(heads: Sequence[TokenSequence]) -> dict[str, Tensor] | None:
+    """Return the values of each named part, 0 where a trajectory has none, [G] each."""
+    names = sorted({name for row in heads for name in row.reward_parts})
+    return {
+        name: torch.tensor([row.reward_parts.get(name, 0.0) for row in heads], dtype=torch.float64)
+        for name in names
+    } or None
+
+
+def length_penalised(
+    rewards_G: Tensor,
+    lengths_G: Tensor,
+    group_ids_G: Tensor,
+    *,
+    share: float,
+    right_reward: float = 1.0,
+) -> Tensor:
+    """Compute r (1 - share sigmoid((L - mean) / std)) for right answers; others keep their reward.
+
+    Arora and Zanette 2025 (2502.04463, eq. 4 and 5): L are a trajectory's tokens, mean and unbiased
+    deviation are those of the right answers to the same task (r >= `right_reward`). A wrong answer
+    gains nothing by being short, and a right one keeps more than 1 - `share` of its reward.
+    """
+    rewards_G, lengths_G = rewards_G.to("cpu", torch.float64), lengths_G.double()
+    shaped_G = rewards_G.clone()
+    for group in group_ids_G.unique().tolist():
+        is_right_G = (group_ids_G == group) & (rewards_G >= right_reward)
+        lengths = lengths_G[is_right_G]
+        deviation = float(lengths.std()) if len(lengths) > 1 else 0.0
+        excess = (lengths - lengths.mean()) / max(deviation, 1e-6)
+        shaped_G[is_right_G] *= 1 - share * torch.sigmoid(excess)
+    return shaped_G
 
 
 def overlong_penalty(

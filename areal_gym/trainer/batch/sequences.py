@@ -9,7 +9,7 @@ A trajectory that has forked has several rows, and still one reward and one adva
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +46,12 @@ class Sequence:
     """The row's branch of its trajectory."""
     is_truncated: bool = False
     """Whether a limit ended the trajectory."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the trajectory's reward."""
+    state_keys: tuple[str | None, ...] = ()
+    """The environment's name of the state of each turn of the whole trajectory."""
+    role: str = ""
+    """The role that the policy played, by the task's data."""
     teacher_logprobs: Numbers[float] = ()
     """A teacher's log-probabilities, 0 on tokens that the policy did not sample; empty without a
     teacher."""
@@ -99,6 +105,9 @@ def make_sequences(
             trajectory_id=trajectory_id,
             branch=branch,
             is_truncated=trajectory.stop_reason.is_truncation,
+            reward_parts=trajectory.reward_parts,
+            state_keys=tuple(turn.state_key for turn in trajectory.turns),
+            role=str(trajectory.task.data.get("role", "")),
         )
         for branch, spans in enumerate(trajectory.branches or [()])
     ]
