@@ -15,11 +15,13 @@ from areal_gym.config.algorithm_settings import RewardConfig
 from areal_gym.errors import ConfigError
 from areal_gym.trainer.algorithms.advantages import (
     AdvantageEstimator,
+    AdvantageInputs,
     estimate,
     needs_past_mean,
     needs_roles,
 )
 from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS
+from areal_gym.trainer.algorithms.token_advantages import turns_of
 from areal_gym.trainer.batch.experience import TokenBatch, advantage_inputs
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.critic import Critic
@@ -100,6 +102,8 @@ class StepAdvantages:
             unexplained = float((result.returns_T - values_T.cpu()).var(correction=0))
             variance = float(result.returns_T.var(correction=0))
             metrics["train/explained_variance"] = 1 - unexplained / max(variance, 1e-12)
+        if inputs.state_ids_T is not None:
+            metrics["train/anchored_fraction"] = _anchored_fraction(inputs)
         ids_T = inputs.trajectory_ids_T
         num_nonzero = len(ids_T[result.advantages_T != 0].unique())
         metrics["train/zero_advantage"] = 1 - num_nonzero / len(ids_T.unique())
@@ -127,3 +131,12 @@ class StepAdvantages:
             f"trainer.advantage=rae keeps means of {_MAX_ROLES} roles, and the tasks have more",
             hints=['data["role"] of a task names a seat at the game, not an episode'],
         )
+
+
+def _anchored_fraction(inputs: AdvantageInputs) -> float:
+    """Return the share of turns that began in a state in which another turn began, too."""
+    assert inputs.state_ids_T is not None
+    _, first_K = turns_of(inputs.trajectory_ids_T, inputs.turn_ids_T)
+    state_ids_K = inputs.state_ids_T[first_K]
+    _, index_K, counts = state_ids_K.unique(return_inverse=True, return_counts=True)
+    return float(((counts[index_K] > 1) & (state_ids_K >= 0)).float().mean())

@@ -144,8 +144,6 @@ _ABSENT = {
     "values_T": "trainer has no critic",
     "final_values_G": "trainer has no critic",
     "teacher_logprobs_T": "batch has no teacher",
-    "state_ids_T": "environment gives its states no keys (Response.state_key)",
-    "reward_parts_G": "environment gives rewards without parts (Response.reward_parts)",
     "role_means_G": "batch has no roles",
 }
 """The reasons why an input is not there."""

@@ -17,7 +17,7 @@ def gigpo(
     rewards_T: Tensor,
     trajectory_ids_T: Tensor,
     turn_ids_T: Tensor,
-    state_ids_T: Tensor,
+    state_ids_T: Tensor | None = None,
     step_weight: float = 1.0,
     discount: float = 0.95,
     is_normalised: bool = False,
@@ -28,8 +28,9 @@ def gigpo(
     A_step is R_k - the mean of the R of all turns, of any sibling, that began in the same anchor
     state; R_k = r_k + discount R_(k+1) is the turn's return. So two ways out of one state are
     compared without another episode from there, and a way back into it costs what it took. A state
-    seen once, or without a key, adds 0. `is_normalised` divides both by their unbiased standard
-    deviations + 1e-6; the paper has both forms. `discount` is per turn. Gives [T].
+    seen once, or without a key, adds 0: `train/anchored_fraction` is the share of the others.
+    `is_normalised` divides both by their unbiased standard deviations + 1e-6; the paper has both
+    forms. `discount` is per turn. Gives [T].
 
     Raises:
         ConfigError: a group has fewer than two members, or a discount outside of (0, 1].
@@ -42,6 +43,8 @@ def gigpo(
     sums_K = torch.zeros(len(first_K), dtype=torch.float64)
     rewards_K = sums_K.index_add(0, turn_of_T, rewards_T.to("cpu", torch.float64))
     returns_K = discounted_returns(rewards_K, trajectory_ids_T[first_K], discount)
+    if state_ids_T is None:
+        return by_episode_G[trajectory_ids_T]
     by_step_K = _among_equal_states(returns_K, state_ids_T[first_K], is_normalised)
     return by_episode_G[trajectory_ids_T] + step_weight * by_step_K[turn_of_T]
 

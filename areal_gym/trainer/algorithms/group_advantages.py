@@ -80,8 +80,8 @@ def gdpo(
     rewards_G: Tensor,
     group_ids_G: Tensor,
     *,
-    reward_parts_G: Mapping[str, Tensor],
     trajectory_ids_T: Tensor,
+    reward_parts_G: Mapping[str, Tensor] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Tensor:
     """Normalise each part of the reward by itself, then their sum (Liu et al. 2026, 2601.05242).
@@ -90,11 +90,13 @@ def gdpo(
     over the batch's tokens, with unbiased deviations. A sum of rewards would let the part with the
     largest deviation drown the others. `weights` names the parts that count and their weights; by
     default all have 1. Parts are taken as the environment gave them, before `trainer.reward`. Gives
-    [T]; a group of equal parts gets what all others leave of the mean, as in verl.
+    [T]; a group of equal parts gets what all others leave of the mean, and a reward without parts
+    is its only part, named "reward": both as in verl.
 
     Raises:
         ConfigError: a weight of a part that the environment does not give, or a group of one.
     """
+    reward_parts_G = reward_parts_G or {"reward": rewards_G}
     weights = dict.fromkeys(reward_parts_G, 1.0) if weights is None else weights
     for name in weights:
         if name not in reward_parts_G:
