@@ -179,7 +179,7 @@ def test_buckets_in_plain_memory_are_sent_by_value():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_worker_on_the_same_gpu_opens_a_bucket_by_its_handle():
     weights = {name: tensor.cuda() for name, tensor in WEIGHTS.items()}
-    (bucket,) = flat_buckets(weights.items(), 1_000_000)
+    (bucket,) = flat_buckets((item for item in weights.items() if item[0] != "odd"), 1_000_000)
     assert bucket.flat.is_cuda
     handle = handle_of(bucket, bucket.flat).decode() + "\n"
     opened = subprocess.run(
