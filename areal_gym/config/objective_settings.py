@@ -13,18 +13,22 @@ OBJECTIVES: Mapping[str, str] = {
     "rl": "maximise the reward of episodes (reinforcement learning)",
     "sft": "imitate dialogues (supervised fine-tuning)",
     "dpo": "prefer the chosen to the rejected dialogue (direct preference optimisation)",
+    "kto": "imitate good answers and avoid bad ones, not in pairs (Kahneman-Tversky optimisation)",
+    "orpo": "imitate the chosen dialogue and prefer it, without a reference (odds ratios)",
     "rm": "score the chosen dialogue above the rejected one (a reward model)",
     "distill": "match a teacher's probabilities on own samples (on-policy distillation)",
 }
-SUPERVISED = ("sft", "dpo", "rm")
+SUPERVISED = ("sft", "dpo", "kto", "orpo", "rm")
 """Objectives that learn from fixed data, without episodes."""
 
 
 class DataConfig(Settings):
-    """Data of objectives sft, dpo and rm: a file, or else the environment's demonstrators."""
+    """Data of objectives that learn from fixed data: a file, or else the environment's
+    demonstrators."""
 
     file: str | None = None
-    """JSON lines: {"messages": [...]}, for dpo and rm with "chosen" and "rejected"."""
+    """JSON lines: {"messages": [...]}; for dpo, orpo and rm with "chosen" and "rejected", for kto
+    with "completion" and "label"."""
     heldout_file: str | None = None
     """Held-out examples; by default a random tenth of `file`, which is then not trained on."""
     num_examples: int = Field(2048, ge=1)
@@ -43,6 +47,25 @@ class DpoConfig(Settings):
     """The loss of Rafailov et al. (2023), or IPO of Azar et al. (2023)."""
     beta: float = Field(0.1, gt=0)
     """Strength of the constraint to the policy that the run began with."""
+
+
+class KtoConfig(Settings):
+    """The loss of objective kto (`areal_gym.trainer.objectives.kto.kto_loss`)."""
+
+    beta: float = Field(0.1, gt=0)
+    """Strength of the constraint to the policy that the run began with."""
+    desirable_weight: float = Field(1.0, ge=0)
+    """Weight of good answers; the paper keeps the ratio of both weights, times the number of each
+    kind, between 1 and 4/3."""
+    undesirable_weight: float = Field(1.0, ge=0)
+    """Weight of bad answers."""
+
+
+class OrpoConfig(Settings):
+    """The loss of objective orpo (`areal_gym.trainer.objectives.orpo.Orpo`)."""
+
+    weight: float = Field(0.1, gt=0)
+    """Weight of the odds ratio beside the log-probability of the chosen answer."""
 
 
 class TeacherConfig(Settings):

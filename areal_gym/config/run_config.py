@@ -13,6 +13,8 @@ from areal_gym.config.objective_settings import (
     SUPERVISED,
     DataConfig,
     DpoConfig,
+    KtoConfig,
+    OrpoConfig,
     TeacherConfig,
     check_objective,
 )
@@ -41,7 +43,8 @@ class RunConfig(Settings):
     """All settings of a run. `areal-gym train --dry-run` prints them resolved."""
 
     objective: str = "rl"
-    """The training objective: "rl", "sft", "dpo", "rm" or "distill" (docs/objectives.md)."""
+    """The training objective: "rl", "sft", "dpo", "kto", "orpo", "rm" or "distill"
+    (docs/objectives.md)."""
     env: EnvConfig = EnvConfig()
     agent: AgentConfig = AgentConfig()
     engine: EngineConfig = EngineConfig()
@@ -56,6 +59,8 @@ class RunConfig(Settings):
     cluster: ClusterConfig = ClusterConfig()
     data: DataConfig = DataConfig()
     dpo: DpoConfig = DpoConfig()
+    kto: KtoConfig = KtoConfig()
+    orpo: OrpoConfig = OrpoConfig()
     teacher: TeacherConfig = TeacherConfig()
     steps: int = Field(30, ge=0)
     """Training steps."""

@@ -29,6 +29,8 @@ from areal_gym.trainer.batch.experience import TokenBatch
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.chunked_logprobs import TokenScores
 from areal_gym.trainer.objectives.dpo import Dpo
+from areal_gym.trainer.objectives.kto import Kto
+from areal_gym.trainer.objectives.orpo import Orpo
 from areal_gym.trainer.objectives.reward_model import BradleyTerry
 from areal_gym.trainer.objectives.supervised import Judgement, Objective, Sft, Supervised
 from areal_gym.trainer.optimizer import Optimizer
@@ -212,6 +214,8 @@ class _Noted(Objective):
     def __init__(self, objective: Objective, note: Any) -> None:
         self.heads = objective.heads
         self.prepare = objective.prepare  # type: ignore[method-assign]
+        self.has_batch_mean = objective.has_batch_mean
+        self.batch_values = objective.batch_values  # type: ignore[method-assign]
         self._objective = objective
         self._note = note
 
@@ -230,6 +234,10 @@ def _objective_of(config: RunConfig) -> Objective:
         return BradleyTerry()
     if config.objective == "dpo":
         return Dpo(Path(config.engine.model), kind=config.dpo.kind, beta=config.dpo.beta)
+    if config.objective == "kto":
+        return Kto(Path(config.engine.model), **config.kto.model_dump())
+    if config.objective == "orpo":
+        return Orpo(weight=config.orpo.weight)
     return Sft()
 
 

@@ -77,20 +77,26 @@ def _from_files(config: RunConfig) -> tuple[Data, Data]:
 
     data, is_preference = config.data, config.objective != "sft"
     assert data.file is not None
-    rows = read_file(Path(data.file), is_preference=is_preference)
+    kind = {"is_preference": is_preference, "is_labelled": config.objective == "kto"}
+    rows = read_file(Path(data.file), **kind)
     if data.heldout_file is not None:
-        return rows, read_file(Path(data.heldout_file), is_preference=is_preference)
+        return rows, read_file(Path(data.heldout_file), **kind)
     random.Random(config.seed).shuffle(rows)
     num_heldout = round(len(rows) * _HELDOUT)
     return rows[num_heldout:], rows[:num_heldout]
 
 
 def _from_env(config: RunConfig, env: TextEnv) -> tuple[Data, Data]:
+    from areal_gym.trainer.batch.dialogue_files import labelled
+
     def made(split: str, count: int) -> Data:
         rng = random.Random(f"{config.seed}/{split}")
         if config.objective == "sft":
             return [_demonstration(env, rng, split, config.data.min_reward) for _ in range(count)]
-        return [_preference(env, rng, split) for _ in range(count)]
+        pairs = [_preference(env, rng, split) for _ in range(count)]
+        if config.objective == "kto":
+            return [answer for pair in pairs for answer in labelled(pair)]
+        return pairs
 
     learned = made("train", config.data.num_examples)
     return learned, made(config.eval.split, config.eval.num_tasks)

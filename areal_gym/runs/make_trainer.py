@@ -57,8 +57,10 @@ def make_trainer(
 def make_supervised_trainer(
     config: RunConfig, policy: Path, *, initial: Path, cluster: Cluster | None, profiles: Path
 ) -> ExampleTrainer:
-    """Make the trainer of objective sft, dpo or rm; arguments and errors as in `make_trainer`."""
+    """Make the trainer of an objective on fixed data; arguments and errors as in `make_trainer`."""
     from areal_gym.trainer.objectives.dpo import Dpo
+    from areal_gym.trainer.objectives.kto import Kto
+    from areal_gym.trainer.objectives.orpo import Orpo
     from areal_gym.trainer.objectives.reward_model import BradleyTerry
     from areal_gym.trainer.objectives.supervised import Objective, Sft, Supervised
 
@@ -67,6 +69,10 @@ def make_supervised_trainer(
         objective = BradleyTerry()
     elif config.objective == "dpo":
         objective = Dpo(initial.absolute(), kind=config.dpo.kind, beta=config.dpo.beta)
+    elif config.objective == "kto":
+        objective = Kto(initial.absolute(), **config.kto.model_dump())
+    elif config.objective == "orpo":
+        objective = Orpo(weight=config.orpo.weight)
     return _placed(config, cluster, Supervised, policy, initial, profiles, objective=objective)
 
 

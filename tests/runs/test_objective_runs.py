@@ -90,12 +90,14 @@ def run_of(policy, objective, tmp_path, *overrides, **kwargs):
         ("sft", ()),
         ("dpo", ()),
         ("dpo", ("dpo.kind=ipo",)),
+        ("kto", ()),
+        ("orpo", ()),
         ("rm", ()),
         ("sft", ("trainer.lora.rank=8", "trainer.lr=2e-2")),
         ("dpo", ("trainer.lora.rank=8",)),
         ("rm", ("trainer.lora.rank=8",)),
     ],
-    ids=["sft", "dpo", "ipo", "rm", "sft-lora", "dpo-lora", "rm-lora"],
+    ids=["sft", "dpo", "ipo", "kto", "orpo", "rm", "sft-lora", "dpo-lora", "rm-lora"],
 )
 def test_objective_run_learns_and_writes_a_complete_directory(
     tiny_policy, tmp_path, objective, overrides
@@ -106,7 +108,8 @@ def test_objective_run_learns_and_writes_a_complete_directory(
     most = 0.95 if objective == "sft" and overrides else 0.8
     assert summary["heldout_loss_after"] < most * summary["heldout_loss_before"]
     assert summary["heldout_after"] > summary["heldout_before"]
-    assert summary["num_heldout_examples"] == 6
+    # A pair gives objective kto two labelled answers.
+    assert summary["num_heldout_examples"] == (12 if objective == "kto" else 6)
     assert [row["step"] for row in run.read_metrics()] == list(range(1, 31))
     assert [row["step"] for row in run.read_evaluations()] == [0, 30]
     assert run.learning_curve_file.read_bytes().startswith(b"\x89PNG")

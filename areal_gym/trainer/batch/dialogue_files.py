@@ -2,17 +2,18 @@
 
     {"messages": [...]}                                     a dialogue
     {"messages": [...], "chosen": ..., "rejected": ...}     a preference
+    {"messages": [...], "completion": ..., "label": true}   a labelled answer
 
 Messages are OpenAI's: calls of tools with their arguments as an object or as JSON text, answers of
-tools with role "tool". `chosen` and `rejected` are a text, a message or a list of messages;
-`prompt` (a text, or messages) may stand for `messages` of a preference. Both may have `tools`.
+tools with role "tool". `chosen`, `rejected` and `completion` are a text, a message or a list of
+messages; `prompt` (a text, or messages) may stand for `messages` beside them. All may have `tools`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ class Preference(Written):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Labelled(Written):
+    """A continuation of a dialogue, and whether it is a good one."""
+
+    completion: Sequence[Message]
+    is_desirable: bool
+    where: str = "a labelled answer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
     """Examples, and the number of items that did not become one."""
 
@@ -57,8 +67,23 @@ class Encoded:
         return len(self.examples)
 
 
-def read_file(path: Path, *, is_preference: bool) -> list[Written]:
-    """Read all lines that are not blank.
+def labelled(preference: Preference) -> list[Labelled]:
+    """Return the two answers of a preference, the chosen one as a good one."""
+    sides = ((preference.chosen, True), (preference.rejected, False))
+    return [
+        Labelled(
+            messages=preference.messages,
+            completion=side,
+            is_desirable=is_desirable,
+            tools=preference.tools,
+            where=preference.where,
+        )
+        for side, is_desirable in sides
+    ]
+
+
+def read_file(path: Path, *, is_preference: bool, is_labelled: bool = False) -> list[Written]:
+    """Read all lines that are not blank; `is_labelled` takes preferences apart, too.
 
     Raises:
         DataError: the file is missing or a line is broken; the message names file and line.
@@ -69,11 +94,19 @@ def read_file(path: Path, *, is_preference: bool) -> list[Written]:
         tools = row.get("tools") or ()
         if not isinstance(tools, list | tuple) or not all(isinstance(t, dict) for t in tools):
             raise DataError(f"{where}: tools is {tools!r:.80}; a list of schemas is needed")
-        if is_preference:
-            start = "prompt" if "prompt" in row and "messages" not in row else "messages"
+        start = "prompt" if "prompt" in row and "messages" not in row else "messages"
+        if is_labelled and "chosen" not in row:
+            label = row.get("label")
+            if not isinstance(label, bool):
+                raise DataError(f"{where}: label is {label!r:.80}; true or false is needed")
+            parts = {"messages": start, "completion": "completion"}
+            sides = {key: _messages(row, name, where) for key, name in parts.items()}
+            items.append(Labelled(**sides, is_desirable=label, tools=tools, where=where))
+        elif is_preference or is_labelled:
             names = {"messages": start, "chosen": "chosen", "rejected": "rejected"}
             sides = {key: _messages(row, name, where) for key, name in names.items()}
-            items.append(Preference(**sides, tools=tools, where=where))
+            pair = Preference(**sides, tools=tools, where=where)
+            items += labelled(pair) if is_labelled else [pair]
         elif "chosen" in row:
             raise DataError(
                 f"{where}: it has `chosen`, so it is a preference, not a dialogue",
@@ -88,9 +121,11 @@ def read_file(path: Path, *, is_preference: bool) -> list[Written]:
 
 
 def encode(
-    data: Iterable[Written], renderer: Renderer, *, max_context: int, has_closing: bool = False
+    data: Sequence[Written], renderer: Renderer, *, max_context: int, has_closing: bool = False
 ) -> Encoded:
     """Encode dialogues as examples: each branch of a `Written` is one, a `Preference` is a pair.
+
+    A `Labelled` is a pair, too: its second row is its prompt with the answer to another prompt.
 
     Examples longer than `max_context` are dropped and counted, because cut ones would end early.
     With `has_closing`, rows end with the template's text after the last turn, as those of a reward
@@ -108,6 +143,9 @@ def encode(
         try:
             if isinstance(item, Preference):
                 encoded = [_pair(item, renderer, tail)]
+            elif isinstance(item, Labelled):
+                row = _continued(item, item.completion, renderer, tail)
+                encoded = [(replace(row, is_desirable=item.is_desirable),)]
             else:
                 branches = transcribe(renderer, item.messages, item.tools)
                 encoded = [(TokenRow(token_ids=b.token_ids, mask=b.mask),) for b in branches]
@@ -118,32 +156,55 @@ def encode(
                 num_too_long += 1
             else:
                 examples.append(example)
+    if any(isinstance(item, Labelled) for item in data):
+        examples = _with_other_answers([row for (row,) in examples], max_context)
     return Encoded(examples=examples, num_too_long=num_too_long)
 
 
 def _pair(item: Preference, renderer: Renderer, tail: tuple[int, ...]) -> Example:
-    rows = []
-    for side in (item.chosen, item.rejected):
-        branches = transcribe(
-            renderer, [*item.messages, *side], item.tools, num_given=len(item.messages)
-        )
-        if len(branches) > 1:
-            raise DataError(
-                "the chat template rewrites its earlier text after the first answer, so that the "
-                "compared texts are not single sequences of tokens",
-                hints=["give one assistant message each as chosen and rejected"],
-            )
-        rows.append(branches[0])
+    sides = (item.chosen, item.rejected)
+    rows = tuple(_continued(item, side, renderer, tail) for side in sides)
     if rows[0].token_ids == rows[1].token_ids:
         raise DataError("chosen and rejected are the same")
-    return tuple(
-        TokenRow(
-            token_ids=row.token_ids + tail,
-            mask=row.mask + (False,) * len(tail),
-            num_shared=row.num_prompt,
-        )
-        for row in rows
+    return rows
+
+
+def _continued(
+    item: Written, side: Sequence[Message], renderer: Renderer, tail: tuple[int, ...]
+) -> TokenRow:
+    """Encode a dialogue with one of its continuations, which alone is learned from."""
+    branches = transcribe(
+        renderer, [*item.messages, *side], item.tools, num_given=len(item.messages)
     )
+    if len(branches) > 1:
+        raise DataError(
+            "the chat template rewrites its earlier text after the first answer, so that the "
+            "compared texts are not single sequences of tokens",
+            hints=["give one assistant message each as chosen and rejected"],
+        )
+    row = branches[0]
+    return TokenRow(
+        token_ids=row.token_ids + tail,
+        mask=row.mask + (False,) * len(tail),
+        num_shared=row.num_prompt,
+    )
+
+
+def _with_other_answers(rows: Sequence[TokenRow], max_context: int) -> list[Example]:
+    """Add to each row its prompt with the next answer to another prompt, cut at `max_context`."""
+    examples: list[Example] = []
+    for i, row in enumerate(rows):
+        prompt = row.token_ids[: row.num_shared]
+        later = (rows[(i + k) % len(rows)] for k in range(1, len(rows) + 1))
+        other = next((o for o in later if o.token_ids[: o.num_shared] != prompt), row)
+        answer, mask = other.token_ids[other.num_shared :], other.mask[other.num_shared :]
+        mismatched = TokenRow(
+            token_ids=(*prompt, *answer)[:max_context],
+            mask=((False,) * len(prompt) + tuple(mask))[:max_context],
+            num_shared=row.num_shared,
+        )
+        examples.append((row, mismatched))
+    return examples
 
 
 # ---- JSON --------------------------------------------------------------------------------------
@@ -174,7 +235,7 @@ def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
         raise DataError(f"{where}: no field {name!r}", hints=[near])
     value = row[name]
     if isinstance(value, str):
-        role = "assistant" if name in ("chosen", "rejected") else "user"
+        role = "user" if name in ("messages", "prompt") else "assistant"
         value = {"role": role, "content": value}
     if isinstance(value, dict):
         value = [value]

@@ -20,6 +20,8 @@ class TokenRow(Row):
     token_ids: Sequence[int]
     mask: Sequence[bool]
     """True on the tokens to learn from; never on the first."""
+    is_desirable: bool = True
+    """Whether the row is one to imitate; false on what objective "kto" learns to avoid."""
 
     @property
     def num_marked(self) -> int:
@@ -28,7 +30,8 @@ class TokenRow(Row):
 
 
 Example = tuple[TokenRow, ...]
-"""One row, or a chosen and a rejected row that are compared."""
+"""One row; a chosen and a rejected row that are compared; or a labelled row and its prompt with
+another row's answer (objective "kto")."""
 
 
 def batch_of_step(examples: Sequence[Example], step: int, size: int, seed: int) -> list[Example]:

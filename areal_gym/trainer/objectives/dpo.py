@@ -83,7 +83,7 @@ class Dpo(Objective):
         self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
         """Judge each pair."""
-        gained_P2 = _row_logprobs(decoder, batch, examples) - self._referred(batch, examples)
+        gained_P2 = row_logprobs(decoder, batch, examples) - self._referred(batch, examples)
         margin_P = gained_P2[:, 0] - gained_P2[:, 1]
         loss_P = preference_loss(margin_P, kind=self._kind, beta=self._beta)
         return judged_pairs(loss_P, self._beta * margin_P, self._beta * gained_P2)
@@ -92,12 +92,12 @@ class Dpo(Objective):
     def _referred(self, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
         # Scored anew in each epoch: several ranks must all do so in the same passes.
         assert isinstance(self._reference, PolicyModel)
-        return _row_logprobs(self._reference, batch, examples)
+        return row_logprobs(self._reference, batch, examples)
 
 
-def _row_logprobs(decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
-    """Return [P, 2]: the log-probability of what is marked in the chosen and the rejected rows."""
+def row_logprobs(decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
+    """Return the log-probability of what is marked in each row of each example, [P, rows]."""
     rows = [row for pair in examples for row in pair]
     scores = score_tokens(decoder, batch, [row.mask for row in rows])
     parts = torch.split(scores.logprobs, [row.num_marked for row in rows])
-    return torch.stack([part.sum() for part in parts]).view(len(examples), 2)
+    return torch.stack([part.sum() for part in parts]).view(len(examples), -1)

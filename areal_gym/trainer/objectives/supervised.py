@@ -51,6 +51,17 @@ class Objective(ABC):
     heads: Sequence[str] = ()
     """Modules of the decoder that begin from nothing: they are trained beside an adapter, too."""
 
+    has_batch_mean: bool = False
+    """Whether the objective needs the mean of `batch_values` over the whole batch first."""
+    batch_mean: float = 0.0
+    """That mean, of the batch that is judged."""
+
+    def batch_values(
+        self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
+    ) -> Tensor:
+        """Return a number per example whose mean the objective needs; called without gradient."""
+        raise NotImplementedError
+
     def prepare(self, freeze: Freeze) -> None:  # noqa: B027
         """Load the other policies that the objective needs with `freeze`."""
 
@@ -159,6 +170,8 @@ class Supervised(PolicyTrainer):
         num_units = sum(self._objective.num_units(example) for example in examples)
         totals: dict[str, float] = defaultdict(float)
         counts: dict[str, float] = defaultdict(float)
+        if self._objective.has_batch_mean:
+            self._objective.batch_mean = self._batch_mean(examples)
         passes = self._microbatches(examples)
         for part, is_mine in reducing_once(passes, self.config, self.decoder) if learns else passes:
             with autocast(self._device, self.config):
@@ -176,6 +189,17 @@ class Supervised(PolicyTrainer):
             drop_gathered(self.decoder)
         sums, numbers = self._ranks.sum(totals), self._ranks.sum(counts)
         return {name: total / max(numbers[name], 1) for name, total in sums.items()}
+
+    @torch.no_grad()
+    def _batch_mean(self, examples: Sequence[Example]) -> float:
+        total = 0.0
+        for part, is_mine in self._microbatches(examples):
+            with autocast(self._device, self.config):
+                batch = pack_examples(part, self._device)
+                values_P = self._objective.batch_values(self.decoder, batch, part)
+            total += float(values_P.sum()) if is_mine else 0.0
+        drop_gathered(self.decoder)
+        return self._ranks.sum({"total": total})["total"] / len(examples)
 
     def _microbatches(self, examples: Sequence[Example]) -> Iterator[tuple[list[Example], bool]]:
         """Yield the micro-batches of this rank's share, and whether they count."""
