@@ -67,6 +67,8 @@ _BENCHMARKS = (
 _ADAPTERS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("gymnasium", "adapters.gymnasium:GymnasiumEnv", "name",
      "an environment of Gymnasium, in words", ()),
+    ("harbor", "harbor.harbor_env:HarborEnv", "path",
+     "tasks that are folders with an image, an instruction and tests", ()),
     ("reasoning_gym", "adapters.reasoning_gym:ReasoningGymEnv", "dataset",
      "generated problems: leg_counting and a hundred more kinds", ("reasoning_gym",)),
     ("textarena", "adapters.textarena:TextArenaEnv", "game",

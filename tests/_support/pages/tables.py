@@ -77,6 +77,7 @@ NOT_RUN = (
     (r"^areal-gym train -c examples/recipes/qwen3.*Qwen/", "GPUs, and a model of the hub"),
     (r"langchain_agent", "LangChain is not installed: tests/examples/test_frameworks.py"),
     (r"^python examples/minimal_grpo", "tests/examples/test_minimal_grpo.py"),
+    (r"harbor:", "starts containers: tests/envs/harbor"),
     (r"textarena:", "not installed: tests/envs/test_adapters.py"),
 )
 """(pattern, reason): of such commands only the names are checked."""

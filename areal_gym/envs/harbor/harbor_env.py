@@ -1,0 +1,328 @@
+"""`harbor:PATH`: tasks that are folders with an image, an instruction and tests."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, require_dialect, write_call
+from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.harbor.agent_place import AgentPlace
+from areal_gym.envs.harbor.archives import pack_folders
+from areal_gym.envs.harbor.rewards import combined, passes
+from areal_gym.envs.harbor.shell_tools import Shell
+from areal_gym.envs.harbor.task_datasets import task_source
+from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep, resolved_env
+from areal_gym.envs.harbor.verification import Mode, Verdict, verify
+from areal_gym.envs.tools import Tool, tool
+from areal_gym.errors import ToolError, UsageError, choices
+from areal_gym.places import Places, ProgramPlace
+from areal_gym.places.shared_places import shared_places
+from areal_gym.plugins import registry
+from areal_gym.types import Message, Task
+
+_PROMPT = (
+    "You work in a Linux container, through its tools. Do what the user asks for, and then answer "
+    "with a message without a tool call."
+)
+_LEAST_COMMAND_S, _MOST_COMMAND_S = 0.1, 86_400.0
+
+
+@dataclass
+class _Progress:
+    """What has happened in the running episode."""
+
+    step: int = 0
+    verdicts: list[Verdict] = field(default_factory=list)
+    used_s: float = 0.0
+    """Seconds that the agent's commands have taken in this step."""
+    is_solved: bool = False
+    """Whether the gold action was given in this step."""
+
+
+class HarborEnv(TextEnv):
+    """Tasks that are folders with an image, an instruction and tests, in Harbor's format.
+
+    Task: the instruction of a task folder; with `[[steps]]` one after the other in one container.
+    Tools: `bash(command, timeout_s)` runs a command in the container, whose working directory
+        lasts; `edit(path, old, new)` replaces a text in a file; `view(path)` shows numbered lines.
+    Observation: the instruction, then the output of the tools, cut in the middle.
+    Action: an assistant message. One without a call ends the step.
+    Reward: what the task's `test.sh` writes, run in a fresh container that only gets the files
+        which the agent changed. Parts: all named rewards, per step where there are several.
+    Episode end: terminated by the last step, or by one below its `min_reward`; truncated, and
+        graded as it stands, after `max_turns`, and by the last step when the agent's commands have
+        taken `agent.timeout_sec`.
+    Splits: by `splits.json` beside the tasks, else by a hash of the task's id.
+    Metrics: `tool_calls`, `tool_errors`, `steps` (that were verified), `left_out` (files that the
+        verifier did not get), `agent_timeout` (1 where the agent's time was over).
+    Data: yours. History: v0.
+
+    Args:
+        path: a task folder, a folder of them, or a registry.json.
+        dataset: which of the registry's data sets.
+        heldout: the share of tasks that is held out, where no splits.json says it.
+        skip_broken: leave out tasks that cannot be used, instead of refusing all.
+        places: the backend that runs the containers (`areal-gym list places`).
+        places_kwargs: arguments of the backend, such as {build_args: {BASE_IMAGE: ...}}.
+        verifier: "fresh", in a container of its own; "task": as the task's environment_mode says;
+            "shared": in the agent's container, where the agent can forge its reward.
+        max_turns: assistant messages after which the episode is truncated.
+        command_timeout_s: the time of a command that asks for none.
+        max_output: characters of a tool's output that the policy gets to read.
+        system_prompt: the text of the system message; "" leaves it out.
+        tool_dialect: how calls are written; by default as the model's chat template writes them.
+    """
+
+    suspends = True
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dataset: str | None = None,
+        heldout: float | None = None,
+        skip_broken: bool = False,
+        places: str | Places = "docker",
+        places_kwargs: Mapping[str, Any] | None = None,
+        verifier: Mode = "fresh",
+        max_turns: int = 30,
+        command_timeout_s: float = 60.0,
+        max_output: int = 8_000,
+        system_prompt: str = _PROMPT,
+        tool_dialect: str | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        source, self._tasks = task_source(
+            path, dataset=dataset, heldout=heldout, skip_broken=skip_broken
+        )
+        super().__init__(tasks=source, render_mode=render_mode)
+        if verifier not in get_args(Mode):
+            raise UsageError(f"verifier = {verifier!r}", hints=choices(verifier, get_args(Mode)))
+        self._places = registry().get("places", places).id if isinstance(places, str) else places
+        self._places_kwargs = dict(places_kwargs or {})
+        self._verifier = verifier
+        self._path = path
+        self.max_turns = max_turns
+        self.tool_dialect = tool_dialect and require_dialect(tool_dialect)
+        self._command_timeout_s = command_timeout_s
+        self._max_output = max_output
+        self._system_prompt = system_prompt
+        self.tools: Sequence[Tool] = (self.bash, self.edit, self.view)
+        self._progress = _Progress()
+        self._agent_place: AgentPlace | None = None
+
+    # ---- the episode -------------------------------------------------------------------------
+
+    async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
+        """Remove the place of an episode that was left in the middle."""
+        await self.aclose()
+
+    def first_messages(self, task: Task) -> Sequence[Message]:
+        """Return the system message and the first step's instruction."""
+        if task.data.get("name") not in self._tasks:
+            raise UsageError(f"{self._path} has no task {task.data.get('name')!r}")
+        self._progress = _Progress()
+        messages: list[Message] = [{"role": "user", "content": self._step.instruction.strip()}]
+        if self._system_prompt:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        return messages
+
+    async def respond(self, message: Message) -> Response:
+        """Run the calls, or verify the step that has ended."""
+        if not (message.get("tool_calls") or message.get("parse_error")):
+            return await self._end_step((), {"tool_calls": 0, "tool_errors": 0})
+        results = await self.call_tools(message)
+        counts: dict[str, float] = {
+            "tool_calls": results.num_calls,
+            "tool_errors": results.num_errors,
+        }
+        if self._seconds_left() <= 0:
+            counts["agent_timeout"] = 1
+            return await self._end_step(results.messages, counts, is_out_of_time=True)
+        if self.num_turns >= self.max_turns:
+            await self._verify(counts)
+            return await self._close(Response(messages=results.messages, metrics=counts))
+        return Response(messages=results.messages, metrics=counts)
+
+    async def conclude(self) -> Response:
+        """Verify the running step as it stands."""
+        counts: dict[str, float] = {}
+        await self._verify(counts)
+        return await self._close(Response(is_truncated=True, metrics=counts))
+
+    async def aclose(self) -> None:
+        """Remove the agent's place."""
+        place, self._agent_place = self._agent_place, None
+        if place is not None:
+            await place.aclose()
+
+    async def _end_step(
+        self,
+        messages: Sequence[Message],
+        counts: dict[str, float],
+        *,
+        is_out_of_time: bool = False,
+    ) -> Response:
+        """Verify the step; go on with the next, or end the episode."""
+        progress, step = self._progress, self._step
+        verdict = await self._verify(counts)
+        is_last = progress.step + 1 == len(self._task_folder.steps)
+        if is_last or not passes(verdict.rewards, step.min_reward):
+            return await self._close(
+                Response(
+                    messages=messages,
+                    is_terminated=not is_out_of_time,
+                    is_truncated=is_out_of_time,
+                    metrics=counts,
+                )
+            )
+        if self.num_turns >= self.max_turns:
+            return await self._close(Response(messages=messages, metrics=counts))
+        progress.step += 1
+        progress.used_s, progress.is_solved = 0.0, False
+        if self._agent_place is not None:
+            await self._agent_place.begin(self._step)
+        instruction: Message = {"role": "user", "content": self._step.instruction.strip()}
+        return Response(messages=[*messages, instruction], metrics=counts)
+
+    async def _verify(self, counts: dict[str, float]) -> Verdict:
+        place = None if self._agent_place is None else self._agent_place.place
+        verdict = await verify(
+            self._task_folder, self._step, place, self._backend(), mode=self._verifier
+        )
+        self._progress.verdicts.append(verdict)
+        counts["steps"] = 1
+        counts["left_out"] = len(verdict.left_out)
+        return verdict
+
+    async def _close(self, response: Response) -> Response:
+        """Complete the last response: rewards, and the verifier's report for people to read."""
+        await self.aclose()
+        progress, task = self._progress, self._task_folder
+        verdicts = progress.verdicts
+        response.reward = combined(
+            [verdict.rewards for verdict in verdicts], task.toml.multi_step_reward_strategy
+        )
+        response.reward_parts = {
+            f"{step.name}/{name}" if step.name else name: value
+            for step, verdict in zip(task.steps, verdicts, strict=False)
+            for name, value in verdict.rewards.items()
+        }
+        response.messages = [
+            *response.messages,
+            *(_report(step, verdict) for step, verdict in zip(task.steps, verdicts, strict=False)),
+        ]
+        return response
+
+    # ---- tools -------------------------------------------------------------------------------
+
+    @tool
+    async def bash(self, command: str, timeout_s: float | None = None) -> str:
+        """Run a shell command; return its output and exit code. The working directory lasts."""
+        wanted_s = self._command_timeout_s if timeout_s is None else timeout_s
+        if not 0 < wanted_s <= _MOST_COMMAND_S:
+            raise ToolError(f"timeout_s is a number of seconds, up to {_MOST_COMMAND_S:g}")
+        shell = await self._shell()
+        limit_s = max(_LEAST_COMMAND_S, min(wanted_s, self._seconds_left()))
+        start_s = time.monotonic()
+        try:
+            return await shell.bash(command, limit_s)
+        finally:
+            self._progress.used_s += time.monotonic() - start_s
+
+    @tool
+    async def edit(self, path: str, old: str, new: str) -> str:
+        """Replace the only occurrence of `old` in a file; an empty `old` writes a new file."""
+        return await (await self._shell()).edit(path, old, new)
+
+    @tool
+    async def view(self, path: str, first_line: int = 1, num_lines: int = 200) -> str:
+        """Show numbered lines of a file."""
+        return await (await self._shell()).view(path, first_line, num_lines)
+
+    async def program_place(self) -> ProgramPlace:
+        """Return the agent's place, for a program that plays the episode."""
+        place = await self._started()
+        return ProgramPlace(
+            place=place.place,
+            user=self._step.agent.user,
+            workdir=self._task_folder.environment.workdir,
+            timeout_s=self._step.agent.timeout_sec,
+        )
+
+    async def _shell(self) -> Shell:
+        place = await self._started()
+        return Shell(place.place, user=self._step.agent.user, max_output=self._max_output)
+
+    async def _started(self) -> AgentPlace:
+        if self._agent_place is None:
+            place = AgentPlace(self._task_folder)
+            self._agent_place = place
+            await place.start(self._backend(), self._progress.step)
+        return self._agent_place
+
+    def _backend(self) -> Places:
+        if not isinstance(self._places, str):
+            return self._places
+        return shared_places(self._places, **self._places_kwargs)
+
+    def _seconds_left(self) -> float:
+        """Return how long the agent's commands of this step may still take."""
+        limit_s = self._step.agent.timeout_sec
+        return float("inf") if limit_s is None else limit_s - self._progress.used_s
+
+    @property
+    def _task_folder(self) -> HarborTask:
+        return self._tasks[str(self.task.data["name"])]
+
+    @property
+    def _step(self) -> TaskStep:
+        return self._task_folder.steps[self._progress.step]
+
+    # ---- for checks --------------------------------------------------------------------------
+
+    def gold_action(self) -> str:
+        """Run the step's solution by one call, then say that the step is done."""
+        task, step, progress = self._task_folder, self._step, self._progress
+        if progress.is_solved or step.solution is None:
+            return "Done."
+        progress.is_solved = True
+        command = solution_command(task, step)
+        return write_call("bash", {"command": command}, self.tool_dialect or DEFAULT_DIALECT)
+
+
+def solution_command(task: HarborTask, step: TaskStep) -> str:
+    """Return a shell command that does what the step's solution does."""
+    assert step.solution is not None
+    variables = resolved_env(task.toml.solution.env, f"{task.id}, solution.env")
+    script = step.solution / "solve.sh"
+    files = [path for path in step.solution.rglob("*") if path.is_file()]
+    text = script.read_text("utf-8", "replace")
+    first, _, rest = text.partition("\n")
+    if files == [script] and not variables and first in ("#!/bin/sh", "#!/bin/bash"):
+        return rest.strip()
+    archive = base64.b64encode(pack_folders([step.solution])).decode()
+    settings = " ".join(f"{name}={_quoted(value)}" for name, value in variables.items())
+    return (
+        f"mkdir -p /solution && printf %s {archive} | base64 -d | tar -xf - -C /solution && "
+        f"{settings} /solution/solve.sh".strip()
+    )
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _report(step: TaskStep, verdict: Verdict) -> Message:
+    """Return what the verifier did, as a message for people: the policy never reads it."""
+    rewards = ", ".join(f"{name} {value:g}" for name, value in verdict.rewards.items())
+    parts = [f"{step.name}: {rewards}" if step.name else rewards]
+    parts += [f"not carried to the verifier: {line}" for line in verdict.left_out]
+    if verdict.diff:
+        parts.append(verdict.diff.rstrip("\n"))
+    parts.append(f"test.sh:\n{verdict.log}" if verdict.log else "test.sh: no output")
+    return {"role": "tool", "name": "verifier", "content": "\n\n".join(parts)}
