@@ -12,7 +12,7 @@ from areal_gym.utils.per_loop import PerLoop
 _places: PerLoop[Places] = PerLoop(lambda places: places.aclose())
 
 
-def shared_places(id: str = "docker", **kwargs: Any) -> Places:
+def shared_places(id: str = "local", **kwargs: Any) -> Places:
     """Return the running loop's places with that id and those arguments, made on first use.
 
     They are closed, with all containers, when the loop shuts down its asynchronous generators

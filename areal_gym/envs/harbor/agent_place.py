@@ -7,9 +7,9 @@ import time
 
 from areal_gym.envs.harbor.archives import pack_directories, pack_folders
 from areal_gym.envs.harbor.phases import START_S, TRANSFER_S, phase
+from areal_gym.envs.harbor.step_verification import place_image, place_limits
 from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep
 from areal_gym.envs.harbor.task_toml import Healthcheck
-from areal_gym.envs.harbor.verification import place_image, place_limits
 from areal_gym.errors import SandboxError
 from areal_gym.places import Place, Places
 

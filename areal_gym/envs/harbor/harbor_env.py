@@ -12,11 +12,11 @@ from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, require_dialect, w
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.harbor.agent_place import AgentPlace
 from areal_gym.envs.harbor.archives import pack_folders
-from areal_gym.envs.harbor.rewards import combined, passes
+from areal_gym.envs.harbor.reward_files import combined, passes
 from areal_gym.envs.harbor.shell_tools import Shell
+from areal_gym.envs.harbor.step_verification import Mode, Verdict, verify
 from areal_gym.envs.harbor.task_datasets import task_source
 from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep, resolved_env
-from areal_gym.envs.harbor.verification import Mode, Verdict, verify
 from areal_gym.envs.tools import Tool, tool
 from areal_gym.errors import ToolError, UsageError, choices
 from areal_gym.places import Places, ProgramPlace
@@ -86,7 +86,7 @@ class HarborEnv(TextEnv):
         dataset: str | None = None,
         heldout: float | None = None,
         skip_broken: bool = False,
-        places: str | Places = "docker",
+        places: str | Places = "local",
         places_kwargs: Mapping[str, Any] | None = None,
         verifier: Mode = "fresh",
         max_turns: int = 30,

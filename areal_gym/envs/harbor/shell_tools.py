@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from areal_gym.envs.harbor.verification import cut_middle
+from areal_gym.envs.harbor.step_verification import cut_middle
 from areal_gym.errors import ToolError
 from areal_gym.places import CommandResult, Place
 

@@ -22,9 +22,15 @@ from tests._support.paths import SHARED
 EXAMPLES = SHARED / "harbor_tasks"
 
 
-@pytest.fixture(scope="module", params=["docker", "local"])
+@pytest.fixture(scope="module", params=["local", pytest.param("docker", marks=pytest.mark.long)])
 def where(request):
     """The arguments of HarborEnv for a backend."""
+    return backend(request.param)
+
+
+@pytest.fixture(scope="module", params=["local", "docker"])
+def everywhere(request):
+    """As `where`, for tests that run on every backend each time."""
     return backend(request.param)
 
 
@@ -40,18 +46,21 @@ timeout_sec = 30.0
 """A task without artifacts, whose author wanted a verifier in the agent's container."""
 
 
-def test_the_oracle_earns_the_reward_and_nothing_earns_none(where, tmp_path):
+def test_the_oracle_earns_the_reward_and_nothing_earns_none(everywhere, tmp_path):
     task = write_task(tmp_path / "answer")
-    gold = play(task, GOLD, GOLD, **where)
+    gold = play(task, GOLD, GOLD, **everywhere)
     assert (gold.reward, gold.last.terminated) == (1.0, True)
     assert gold.info["reward_parts"] == {"reward": 1.0}
     assert gold.metrics == {"tool_calls": 1, "tool_errors": 0, "steps": 1, "left_out": 0}
     assert "+42" in gold.texts[-1]  # the diff, for people
-    assert play(task, "I give up.", **where).reward == 0.0
-    # With what the agent changes in its working directory, also where the author meant "shared".
+    assert play(task, "I give up.", **everywhere).reward == 0.0
+    # With what the agent changes in its working directory, also everywhere the author meant "shared".
     write_files(task, {"task.toml": SHARED_TOML})
-    assert play(task, GOLD, GOLD, **where).reward == 1.0
-    assert play(task, bash("rm -f question.txt; echo 41 > answer.txt"), "x", **where).reward == 0.0
+    assert play(task, GOLD, GOLD, **everywhere).reward == 1.0
+    assert (
+        play(task, bash("rm -f question.txt; echo 41 > answer.txt"), "x", **everywhere).reward
+        == 0.0
+    )
 
 
 def test_the_shell_keeps_its_directory_cuts_output_and_tells_codes_and_deadlines(where, tmp_path):
@@ -145,17 +154,17 @@ CARELESS = (
 )
 
 
-def test_forged_rewards_earn_what_doing_nothing_earns(where, tmp_path):
+def test_forged_rewards_earn_what_doing_nothing_earns(everywhere, tmp_path):
     task = write_task(tmp_path / "careless", {"task.toml": SHARED_TOML, "tests/test.sh": CARELESS})
-    assert play(task, bash("echo 42 > answer.txt"), "done", **where).reward == 1.0
+    assert play(task, bash("echo 42 > answer.txt"), "done", **everywhere).reward == 1.0
     for cheat in (WRITE_NOW, WRITER, PLANT):
-        played = play(task, bash(cheat), "done", **where)
+        played = play(task, bash(cheat), "done", **everywhere)
         assert played.steps[0].info["metrics"]["tool_errors"] == 0
         assert "exit code 1" not in played.texts[0], played.texts[0]
         assert played.reward == 0.0, played.texts[-1]
     assert "conftest.py" in played.texts[-1]  # named in the report
     # The reason for a fresh place: in the agent's own place the last of them wins.
-    assert play(task, bash(PLANT), "done", verifier="shared", **where).reward == 1.0
+    assert play(task, bash(PLANT), "done", verifier="shared", **everywhere).reward == 1.0
 
 
 def test_code_of_the_agent_that_tests_run_as_another_user_reaches_no_reward(where, tmp_path):

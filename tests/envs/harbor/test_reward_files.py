@@ -3,7 +3,7 @@ import tarfile
 
 import pytest
 
-from areal_gym.envs.harbor.rewards import (
+from areal_gym.envs.harbor.reward_files import (
     MOST_BYTES,
     combined,
     main_reward,

@@ -29,8 +29,13 @@ from areal_gym.envs.harbor.archives import (
     pack_folders,
 )
 from areal_gym.envs.harbor.phases import START_S, TRANSFER_S, phase
-from areal_gym.envs.harbor.rewards import MOST_BYTES as MOST_REWARD_BYTES
-from areal_gym.envs.harbor.rewards import REWARD_FILES, main_reward, parse_rewards, read_reward_file
+from areal_gym.envs.harbor.reward_files import MOST_BYTES as MOST_REWARD_BYTES
+from areal_gym.envs.harbor.reward_files import (
+    REWARD_FILES,
+    main_reward,
+    parse_rewards,
+    read_reward_file,
+)
 from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep, resolved_env
 from areal_gym.envs.harbor.task_toml import Artifact, Environment
 from areal_gym.errors import EnvError, SandboxError
