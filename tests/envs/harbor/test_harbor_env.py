@@ -54,7 +54,7 @@ def test_the_oracle_earns_the_reward_and_nothing_earns_none(everywhere, tmp_path
     assert gold.metrics == {"tool_calls": 1, "tool_errors": 0, "steps": 1, "left_out": 0}
     assert "+42" in gold.texts[-1]  # the diff, for people
     assert play(task, "I give up.", **everywhere).reward == 0.0
-    # With what the agent changes in its working directory, also everywhere the author meant "shared".
+    # With what the agent changes in its working directory, also where the author meant "shared".
     write_files(task, {"task.toml": SHARED_TOML})
     assert play(task, GOLD, GOLD, **everywhere).reward == 1.0
     assert (
