@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import posixpath
 import time
 
 from areal_gym.envs.harbor.archives import pack_directories, pack_folders
 from areal_gym.envs.harbor.phases import START_S, TRANSFER_S, phase
-from areal_gym.envs.harbor.step_verification import place_image, place_limits
 from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep
+from areal_gym.envs.harbor.task_images import place_image, place_limits
 from areal_gym.envs.harbor.task_toml import Healthcheck
 from areal_gym.errors import SandboxError
 from areal_gym.places import Place, Places
@@ -23,6 +24,8 @@ class AgentPlace:
     def __init__(self, task: HarborTask) -> None:
         self._task = task
         self._place: Place | None = None
+        self.workdir = posixpath.normpath(task.environment.workdir or "/")
+        """The directory in which commands begin; asked for before the agent can lie about it."""
 
     @property
     def place(self) -> Place:
@@ -40,6 +43,10 @@ class AgentPlace:
         async with phase(task.id, "start", limit_s=TRANSFER_S):
             logs = [("/logs", 0o755, 0), ("/logs/agent", 0o777, 0), ("/logs/artifacts", 0o777, 0)]
             await self.place.put(pack_directories(logs), "/")
+            if environment.workdir is None:
+                result = await self.place.run(["/bin/sh", "-c", "pwd"], timeout_s=30.0)
+                answer = result.stdout.decode("utf-8", "replace").strip()
+                self.workdir = posixpath.normpath(answer or "/")
         if environment.healthcheck is not None:
             await self._require_health(environment.healthcheck)
         await self.begin(task.steps[step])
@@ -48,10 +55,9 @@ class AgentPlace:
         """Copy the step's files to the working directory, run its setup and check its health."""
         if step.workdir is not None:
             async with phase(self._task.id, f"setup of {step.name}"):
-                folder = await self._working_directory()
-                await self.place.put(pack_folders([step.workdir]), folder)
+                await self.place.put(pack_folders([step.workdir]), self.workdir)
                 if (step.workdir / "setup.sh").is_file():
-                    await self._run_setup(step, folder)
+                    await self._run_setup(step)
         if step.healthcheck is not None:
             await self._require_health(step.healthcheck)
 
@@ -61,15 +67,9 @@ class AgentPlace:
         if place is not None:
             await place.aclose()
 
-    async def _working_directory(self) -> str:
-        if self._task.environment.workdir is not None:
-            return self._task.environment.workdir
-        result = await self.place.run(["/bin/sh", "-c", "pwd"], timeout_s=30.0)
-        return result.stdout.decode("utf-8", "replace").strip() or "/"
-
-    async def _run_setup(self, step: TaskStep, folder: str) -> None:
+    async def _run_setup(self, step: TaskStep) -> None:
         result = await self.place.run(
-            ["/bin/sh", "-c", _SETUP], cwd=folder, user=step.agent.user, timeout_s=_SETUP_S
+            ["/bin/sh", "-c", _SETUP], cwd=self.workdir, user=step.agent.user, timeout_s=_SETUP_S
         )
         if result.exit_code != 0:
             end = "took too long" if result.is_timed_out else f"ended with {result.exit_code}"

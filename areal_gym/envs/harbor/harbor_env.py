@@ -190,9 +190,12 @@ class HarborEnv(TextEnv):
         return Response(messages=[*messages, instruction], metrics=counts)
 
     async def _verify(self, counts: dict[str, float]) -> Verdict:
-        place = None if self._agent_place is None else self._agent_place.place
         verdict = await verify(
-            self._task_folder, self._step, place, self._backend(), mode=self._verifier
+            self._task_folder,
+            self._step,
+            self._agent_place,
+            self._backend(),
+            mode=self._verifier,
         )
         self._progress.verdicts.append(verdict)
         counts["steps"] = 1
@@ -250,7 +253,7 @@ class HarborEnv(TextEnv):
         return ProgramPlace(
             place=place.place,
             user=self._step.agent.user,
-            workdir=self._task_folder.environment.workdir,
+            workdir=place.workdir,
             timeout_s=self._step.agent.timeout_sec,
         )
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import posixpath
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from areal_gym.envs.harbor.agent_files import LOGS, run_collect_hooks, take_from_agent
+from areal_gym.envs.harbor.agent_place import AgentPlace
 from areal_gym.envs.harbor.archives import (
-    MOST_BYTES,
     NEVER_CARRIED,
     CarriedFiles,
     is_within,
@@ -37,16 +36,13 @@ from areal_gym.envs.harbor.reward_files import (
     read_reward_file,
 )
 from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep, resolved_env
-from areal_gym.envs.harbor.task_toml import Artifact, Environment
+from areal_gym.envs.harbor.task_images import place_image, place_limits, verifier_environment
 from areal_gym.errors import EnvError, SandboxError
-from areal_gym.places import CommandResult, Place, PlaceImage, PlaceLimits, Places
+from areal_gym.places import CommandResult, Place, Places
 
 Mode = Literal["fresh", "task", "shared"]
 """Where `test.sh` runs: in a fresh place; as the task says; in the agent's own place."""
 
-LOGS = "/logs/artifacts"
-"""The folder whose contents are artifacts of every task."""
-_MOST_TAKES = 64
 _MOST_DIFFS = 12
 _LOG_CHARS = 8_000
 # Prints originals of files and removes paths, with nothing but what a place must have: a shell,
@@ -88,32 +84,18 @@ class Verdict:
         return main_reward(self.rewards)
 
 
-def place_image(task: HarborTask, environment: Environment, folder: Path) -> PlaceImage:
-    """Return the image of a table `[environment]`, whose Dockerfile is in `folder`."""
-    reference = environment.docker_image
-    return PlaceImage(
-        reference=reference,
-        folder=None if reference else folder,
-        build_timeout_s=environment.build_timeout_sec,
-        workdir=environment.workdir,
-        env=resolved_env(environment.env, f"{task.id}, environment.env"),
-    )
-
-
-def place_limits(environment: Environment) -> PlaceLimits:
-    """Return the limits of a table `[environment]`."""
-    return PlaceLimits(
-        cpus=environment.cpus, memory_mb=environment.memory_mb, storage_mb=environment.storage_mb
-    )
-
-
 def is_separate(step: TaskStep, mode: Mode) -> bool:
     """Return whether a step is verified in a place of the verifier's own."""
     return mode == "fresh" or (mode == "task" and step.verifier.is_separate)
 
 
 async def verify(
-    task: HarborTask, step: TaskStep, place: Place | None, places: Places, *, mode: Mode = "fresh"
+    task: HarborTask,
+    step: TaskStep,
+    agent: AgentPlace | None,
+    places: Places,
+    *,
+    mode: Mode = "fresh",
 ) -> Verdict:
     """Verify what the agent has left in its place; None: it has done nothing.
 
@@ -123,20 +105,19 @@ async def verify(
         SandboxError: a place failed, or `test.sh` did not end in time.
         EnvError: `test.sh` wrote no reward that can be read.
     """
-    if place is not None:
-        await _collect(task, step, place)
+    if agent is not None:
+        await run_collect_hooks(task, step, agent.place)
     if not is_separate(step, mode):
+        place = None if agent is None else agent.place
         return await _verify_in_place(task, step, place, places)
-    environment, folder, has_tests = _verifier_environment(task, step)
+    environment, folder, has_tests = verifier_environment(task, step)
     image = place_image(task, environment, folder)
     async with phase(task.id, "verifier start", limit_s=image.build_timeout_s + START_S):
         starting = asyncio.ensure_future(places.start(image, place_limits(environment)))
         try:
             carried = None
-            if place is not None:
-                is_same_image = folder == task.image_folder and not environment.docker_image
-                is_same_image |= environment.docker_image == task.environment.docker_image
-                carried = await _carry(task, step, place, is_same_image=is_same_image)
+            if agent is not None:
+                carried = await take_from_agent(task, step, agent, is_same_image=not has_tests)
             fresh = await starting
         except BaseException:
             starting.cancel()
@@ -187,103 +168,6 @@ async def _verify_in_place(
     finally:
         if own is not None:
             await own.aclose()
-
-
-def _verifier_environment(task: HarborTask, step: TaskStep) -> tuple[Environment, Path, bool]:
-    """Return the verifier's environment, the folder of its image, and if that has the tests."""
-    own = step.verifier.environment
-    if step.verifier.is_separate:
-        if own is not None and own.docker_image is not None:
-            return own, task.image_folder, True
-        for folder in reversed(step.tests):
-            if (folder / "Dockerfile").is_file():
-                return (
-                    own or task.environment.model_copy(update={"docker_image": None}),
-                    folder,
-                    True,
-                )
-    if own is None:
-        return task.environment, task.image_folder, False
-    image = task.environment.docker_image
-    return own.model_copy(update={"docker_image": image}), task.image_folder, False
-
-
-# ---- from the agent's place ----------------------------------------------------------------------
-
-
-async def _collect(task: HarborTask, step: TaskStep, place: Place) -> None:
-    """Run the hooks that write state into files; one that fails has written nothing."""
-    for hook in step.verifier.collect:
-        async with phase(task.id, "collect"):
-            await place.run(
-                ["/bin/sh", "-c", hook.command], user=hook.user, timeout_s=hook.timeout_sec
-            )
-
-
-async def _carry(
-    task: HarborTask, step: TaskStep, place: Place, *, is_same_image: bool
-) -> tuple[CarriedFiles, tuple[str, ...]]:
-    """End all processes of the agent's place; return what is carried, and what else changed."""
-    artifacts = [*step.artifacts, Artifact(source=LOGS)]
-    roots = [posixpath.normpath(artifact.source) for artifact in artifacts]
-    if not step.verifier.is_separate:
-        roots.append(await working_directory(task, place))
-    async with phase(task.id, "artifacts", limit_s=TRANSFER_S):
-        await place.freeze()
-        changes = await place.changes()
-        written = [p for p in changes.written if any(_touches(p, root) for root in roots)]
-        removed = [p for p in changes.removed if any(is_within(p, root) for root in roots)]
-        files = CarriedFiles(artifacts, written=frozenset(written))
-        if is_same_image:
-            # A root below a written folder is taken by itself, and not the whole folder.
-            sources = [
-                (p if is_within(p, root) else root, root)
-                for p in written
-                for root in roots
-                if _touches(p, root)
-            ]
-            sources = list({source: (source, root) for source, root in sources}.values())
-            if len(sources) > _MOST_TAKES:
-                sources = [(root, root) for root in roots]
-        else:
-            files.written = None
-            sources = [(root, root) for root in roots]
-            removed += roots
-        files.removed = tuple(removed)
-        for source, root in sources:
-            files.add(await place.take([source], max_bytes=MOST_BYTES + (1 << 20)), root)
-    outside = [
-        path
-        for path in (*changes.written, *changes.removed)
-        if not any(_touches(path, root) for root in (*roots, *_UNTOLD))
-    ]
-    return files, tuple(outside)
-
-
-_UNTOLD = ("/logs", "/tmp", "/proc", "/dev", "/root", "/run", "/solution")
-
-
-def _touches(path: str, root: str) -> bool:
-    return is_within(path, root) or is_within(root, path)
-
-
-async def working_directory(task: HarborTask, place: Place) -> str:
-    """Return the directory in which commands of the task run; SandboxError if it is the root."""
-    folder = task.environment.workdir
-    if folder is None:
-        async with phase(task.id, "working directory"):
-            result = await place.run(["/bin/sh", "-c", "pwd"], timeout_s=30.0)
-            folder = result.stdout.decode("utf-8", "replace").strip() or "/"
-    if posixpath.normpath(folder) == "/":
-        raise EnvError(
-            f"{task.id}, artifacts: the working directory is /, and what the agent changes is "
-            "carried to the verifier from a folder",
-            hints=[
-                'name it in task.toml: environment.workdir = "/app", or WORKDIR in the Dockerfile',
-                "or declare artifacts, with verifier.environment_mode = 'separate'",
-            ],
-        )
-    return posixpath.normpath(folder)
 
 
 # ---- in the fresh place --------------------------------------------------------------------------

@@ -271,6 +271,28 @@ def test_a_link_in_place_of_an_artifact_is_absent_and_named(where, tmp_path):
     assert "/app/answer.txt: a link to /tests/expected.txt" in played.texts[-1]
 
 
+def test_an_image_of_the_verifiers_own_has_the_tests(where, tmp_path):
+    dockerfile = "ARG BASE_IMAGE=python:3.12-slim\nFROM ${BASE_IMAGE}\nWORKDIR /app\n"
+    task = write_task(tmp_path / "baked", {"tests/Dockerfile": dockerfile + "COPY . /tests\n"})
+    assert play(task, GOLD, GOLD, **where).reward == 1.0
+    assert play(task, "done", **where).reward == 0.0
+
+
+def test_the_working_directory_is_that_of_the_image_whatever_the_agent_says(where, tmp_path):
+    toml = SHARED_TOML.replace('workdir = "/app"', "")
+    task = write_task(tmp_path / "own", {"task.toml": toml, "tests/test.sh": CARELESS})
+    lie = (
+        'echo 41 > answer.txt; python3 -c "import os, sysconfig\n'
+        "os.remove('/bin/sh'); library = sysconfig.get_path('stdlib')\n"
+        "open('/bin/sh', 'w').write('#!' + os.path.realpath('/usr/local/bin/python3') + chr(10) +"
+        " 'print(%r)' % library)\nos.chmod('/bin/sh', 0o755)\n"
+        "open(library + '/json/__init__.py', 'w').write('raise SystemExit(0)')\"; exit 0"
+    )
+    played = play(task, bash(lie), "done", **where)
+    assert played.reward == 0.0
+    assert "+41" in played.texts[-1]  # of /app, where the image begins
+
+
 def test_failures_name_task_and_phase_and_are_never_rewards(where, tmp_path):
     def failing(name, changes, more="", *actions, error=(SandboxError, EnvError)):
         task = write_task(tmp_path / name, changes, more=more)
