@@ -77,7 +77,7 @@ def pack_directories(modes: Iterable[tuple[str, int, int]]) -> bytes:
 
 @dataclass
 class CarriedFiles:
-    """What is carried from an agent's place to the verifier's."""
+    """The files that travel from an agent's place to the verifier's."""
 
     artifacts: Sequence[Artifact]
     written: frozenset[str] | None = None

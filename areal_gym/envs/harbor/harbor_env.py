@@ -33,7 +33,7 @@ _LEAST_COMMAND_S, _MOST_COMMAND_S = 0.1, 86_400.0
 
 @dataclass
 class _Progress:
-    """What has happened in the running episode."""
+    """The state of the running episode."""
 
     step: int = 0
     verdicts: list[Verdict] = field(default_factory=list)
