@@ -66,6 +66,7 @@ class LocalImages:
         self._packages = tuple(packages)
         self._roots = {name: Path(path) for name, path in roots.items()}
         self._start = start
+        self._host_key = ""
         self._slots = asyncio.Semaphore(_NUM_BUILDS)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -116,7 +117,9 @@ class LocalImages:
             return await self._unpacked(server, key, lambda tar: _add_root(tar, source))
         repository = name.rpartition("/")[2].partition(":")[0]
         if name == HOST_ROOT or repository == "python":
-            key = await asyncio.to_thread(host_root_key, self._packages)
+            key = self._host_key = self._host_key or await asyncio.to_thread(
+                host_root_key, self._packages
+            )
             return await self._unpacked(
                 server, key, lambda tar: write_host_root(tar, self._packages)
             )

@@ -187,9 +187,11 @@ def test_root_of_a_place_has_no_rights_outside_of_it(local_cache):
     async def episode(place):
         tried = await python(place, program)
         seen = await sh(place, "cat /proc/1/cmdline /proc/self/mountinfo; ls -d /work /home/*")
-        return tried, seen.stdout.decode()
+        scores = await sh(place, "cat /proc/self/oom_score_adj")
+        return tried, seen.stdout.decode(), scores.stdout
 
-    tried, seen = play(local_cache, episode)
+    tried, seen, score = play(local_cache, episode)
+    assert score == b"0\n"
     assert tried.stdout == b"\nTrue\n"
     assert str(os.path.dirname(os.path.dirname(__file__))) not in seen
     assert str(local_cache) not in seen

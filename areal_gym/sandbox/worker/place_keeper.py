@@ -12,35 +12,50 @@ Written for Python 3.9: in a container, the image's own python3 runs it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
 import signal
 import socket
+import stat
+import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any, NoReturn
-
-from . import kernel
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
+_TABLE_CHARS = 1 << 20
+_ONE_USER = (
+    "this place has no user but root, and {!r} was asked for: start as root, or as a user with "
+    "ranges in /etc/subuid and /etc/subgid and the program newuidmap"
+)
 
 
-def serve(control: socket.socket, *, environment: dict[str, str], workdir: str) -> NoReturn:
-    """Execute orders until the parent closes the socket; commands inherit `environment`."""
-    keeper = _Keeper(control, {"PATH": _PATH, **environment}, workdir)
+def serve(
+    control: socket.socket, *, environment: dict[str, str], workdir: str, score: int = -1
+) -> NoReturn:
+    """Execute orders until the parent closes the socket; commands inherit `environment`.
+
+    `score` is a descriptor of this process's oom_score_adj, if it may set that as low as -1000.
+    """
+    keeper = _Keeper(control, {"PATH": _PATH, **environment}, workdir, score)
     keeper.report(event="started")
     keeper.serve()
 
 
 class _Keeper:
-    def __init__(self, control: socket.socket, environment: dict[str, str], workdir: str) -> None:
+    def __init__(
+        self, control: socket.socket, environment: dict[str, str], workdir: str, score: int
+    ) -> None:
         self._control = control
         self.environment = environment
         self.workdir = workdir
         self._null = os.open("/dev/null", os.O_RDWR)
         while self._null < 3:  # 0, 1 and 2 are a command's own
             self._null = os.dup(self._null)
+        self._score = score
         self._commands: dict[int, int] = {}  # number of each running command, by pid
 
     def report(self, **event: object) -> None:
@@ -79,17 +94,54 @@ class _Keeper:
                     _kill(pid)
             return
         try:
-            details = _read_order(fds[0])
-            pid = os.fork()
-        except OSError as error:
-            self.report(event="failed", number=number, error=error.strerror, is_full=True)
+            pid = self._start(_read_order(fds[0]), fds[1], fds[2])
+        except (BlockingIOError, MemoryError) as error:
+            self.report(event="failed", number=number, error=str(error), is_full=True)
+        except (OSError, LookupError, ValueError) as error:
+            is_full = isinstance(error, OSError) and error.errno == errno.ENOMEM
+            self.report(event="failed", number=number, error=str(error), is_full=is_full)
         else:
-            if pid == 0:
-                _become_command(self, {**details, "number": number}, fds[1:], self._null)
             self._commands[pid] = number
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _start(self, order: dict[str, Any], stdout: int, stderr: int) -> int:
+        """Start a command; return its pid. A program that is not there is one that exits."""
+        argv, cwd = order["argv"], order["cwd"] or self.workdir
+        user = find_user(order["user"])
+        variables = {"HOME": user.home, **self.environment, **order["env"]}
+        options: dict[str, Any] = {"cwd": cwd, "env": variables, "start_new_session": True}
+        streams = {"stdin": self._null, "stdout": stdout, "stderr": stderr}
+        if (user.uid, user.gid) != (os.getuid(), os.getgid()) or user.groups:
+            options.update(user=user.uid, group=user.gid, extra_groups=user.groups)
+        code = _NOT_RUNNABLE
+        self._protect("0")  # a command inherits it: when memory runs out, commands end first
+        try:
+            return _spawn(argv, {**options, **streams})
+        except PermissionError as error:
+            if "user" in options and error.filename is None:
+                raise PermissionError(_ONE_USER.format(order["user"])) from None
+            if error.filename == cwd:
+                raise
+            text = f"{argv[0]}: {error.strerror}"
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if error.filename == cwd:
+                raise
+            code, text = _NOT_FOUND, f"{argv[0]}: not found"
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.ENOMEM):
+                raise
+            text = f"{argv[0]}: {error.strerror}"
+        finally:
+            self._protect("-1000")
+        os.write(stderr, f"{text}\n".encode())
+        return _spawn(["/bin/sh", "-c", f"exit {code}"], {"cwd": "/", **streams})
+
+    def _protect(self, score: str) -> None:
+        if self._score >= 0:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._score, score.encode(), 0)
 
     def _reap(self) -> None:
         while True:
@@ -117,74 +169,52 @@ def _read_order(fd: int) -> dict[str, Any]:
     return details
 
 
-def _become_command(
-    keeper: _Keeper, order: dict[str, Any], outputs: list[int], null: int
-) -> NoReturn:
-    """Execute the command of an order, in the child."""
-    code, argv = _NOT_RUNNABLE, order["argv"]
-    try:
-        os.setsid()
-        os.dup2(null, 0)
-        os.dup2(outputs[0], 1)
-        os.dup2(outputs[1], 2)
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE):
-            signal.signal(number, signal.SIG_DFL)
-        with contextlib.suppress(OSError):
-            kernel.prctl(4, 1)  # PR_SET_DUMPABLE: otherwise root of the machine owns the file
-            with open("/proc/self/oom_score_adj", "w") as file:
-                file.write("0")
-        os.umask(0o022)
-        variables = {**keeper.environment, **order["env"]}
-        try:
-            _become_user(order["user"], variables)
-            os.chdir(order["cwd"] or keeper.workdir)
-        except (OSError, LookupError) as error:
-            keeper.report(event="failed", number=order["number"], error=str(error))
-            os._exit(code)
-        os.closerange(3, 1 << 16)
-        os.execvpe(argv[0], argv, variables)
-    except FileNotFoundError:
-        code = _NOT_FOUND
-        os.write(2, f"{argv[0]}: not found\n".encode())
-    except BaseException as error:
-        os.write(2, f"{argv[0]}: {error}\n".encode())
-    os._exit(code)
+def _spawn(argv: list[str], options: dict[str, Any]) -> int:
+    process = subprocess.Popen(argv, **options)
+    process.returncode = 0  # it is waited for here, with all others
+    return process.pid
 
 
-def _become_user(user: str, variables: dict[str, str]) -> None:
-    """Become a user by name or number, or "user:group", as the accounts of the place say."""
-    name, _, group = user.partition(":")
-    row = next((r for r in _rows("/etc/passwd", 7) if name in (r[0], r[2])), None)
+@dataclass
+class User:
+    """A user of the place, as its table of accounts says."""
+
+    uid: int
+    gid: int
+    home: str
+    groups: list[int]
+
+
+def find_user(text: str) -> User:
+    """Return a user by name or number, or "user:group"; LookupError if the place has none."""
+    if text in ("0", "root"):
+        return User(0, 0, "/root", [])
+    name, _, group = text.partition(":")
+    row = next((row for row in _rows("/etc/passwd", 7) if name in (row[0], row[2])), None)
     if row is None and not name.isdigit():
         raise LookupError(f"the place has no user {name!r}")
-    uid = int(name) if row is None else int(row[2])
-    gid = 0 if row is None else int(row[3])
-    variables.setdefault("HOME", "/" if row is None else row[5])
-    groups = [] if row is None else [r for r in _rows("/etc/group", 4) if row[0] in r[3].split(",")]
+    table = _rows("/etc/group", 4)
+    user = (
+        User(int(name), 0, "/", []) if row is None else User(int(row[2]), int(row[3]), row[5], [])
+    )
     if group:
-        gid = next((int(r[2]) for r in _rows("/etc/group", 4) if group in (r[0], r[2])), -1)
-        gid = int(group) if gid < 0 and group.isdigit() else gid
-        if gid < 0:
+        numbers = [int(row[2]) for row in table if group in (row[0], row[2])]
+        if not numbers and not group.isdigit():
             raise LookupError(f"the place has no group {group!r}")
-    if (uid, gid) != (os.getuid(), os.getgid()) or groups:
-        with contextlib.suppress(PermissionError):  # where a place has a single user
-            os.setgroups([int(r[2]) for r in groups])
-        try:
-            os.setresgid(gid, gid, gid)
-            os.setresuid(uid, uid, uid)
-        except OSError:
-            raise PermissionError(
-                f"this place has no user but root, and {name!r} was asked for: start as root, or "
-                "as a user with ranges in /etc/subuid and /etc/subgid and the program newuidmap"
-            ) from None
+        user.gid = numbers[0] if numbers else int(group)
+    elif row is not None:
+        user.groups = [int(entry[2]) for entry in table if row[0] in entry[3].split(",")]
+    return user
 
 
 def _rows(path: str, width: int) -> list[list[str]]:
     """Return the complete rows of a table of accounts; none if it cannot be read."""
     try:
-        with open(path, errors="replace") as file:
-            rows = [line.strip().split(":") for line in file.read(1 << 20).splitlines()]
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, errors="replace") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return []
+            rows = [line.strip().split(":") for line in file.read(_TABLE_CHARS).splitlines()]
     except OSError:
         return []
     return [row for row in rows if len(row) == width and row[2].isdigit()]

@@ -183,9 +183,9 @@ class _PlaceServer:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.setsid()
-            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                file.write("-1000")  # when memory runs out, its commands end first
+            score = _protected_score()
             self._groups.join(number)
             place_walls.enter_place(number, settings["shm_mb"])
             kernel.unshare(kernel.NEWUSER)
@@ -194,11 +194,12 @@ class _PlaceServer:
             if not channel.recv(16):
                 os._exit(70)
             os.close(me)
-            keep = sorted((control.fileno(), channel.fileno()))
-            os.closerange(0, keep[0])
-            os.closerange(keep[0] + 1, keep[1])
-            os.closerange(keep[1] + 1, 1 << 16)
             channel.close()
+            last = -1
+            for fd in sorted(fd for fd in (control.fileno(), score) if fd >= 0):
+                os.closerange(last + 1, fd)
+                last = fd
+            os.closerange(last + 1, 1 << 16)
             place_walls.give_up_rights(
                 settings, has_filter=self._has_filter, counts_memory=not self._is_watched
             )
@@ -206,7 +207,10 @@ class _PlaceServer:
             _answer(control, error=traceback.format_exc(limit=-3))
             os._exit(70)
         place_keeper.serve(
-            control, environment=settings["environment"], workdir=settings["workdir"]
+            control,
+            environment=settings["environment"],
+            workdir=settings["workdir"],
+            score=score,
         )
 
     def _map_users(self, fd: int) -> None:
@@ -304,6 +308,17 @@ class _PlaceServer:
             text = str(error) if isinstance(error, place_files.RefusedError | OSError) else ""
             _answer(reply, error=text or traceback.format_exc(limit=-3))
         os._exit(0)
+
+
+def _protected_score() -> int:
+    """Let the kernel end this process last when memory runs out; return the file, or -1."""
+    fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, b"-1000")
+    except OSError:
+        os.close(fd)
+        return -1
+    return fd
 
 
 def _answer(reply: socket.socket, **event: object) -> None:
