@@ -61,7 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     set_help = "a setting of the sandbox; VALUE is JSON or text"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
     add("--only", default="", metavar="NAME,...", help="programs or categories")
+    leave_out_help = "programs that this sandbox does not promise to contain"
+    add("--leave-out", default="", metavar="NAME,...", help=leave_out_help)
     add("--without", default="", help=argparse.SUPPRESS)
+    fresh_help = "leave out programs that need a session"
+    add("--fresh", action="store_true", help=fresh_help)
     add("--one-by-one", action="store_true", help="run one program at a time")
     add("--json", action="store_true", help="one JSON object")
     unsafe_help = "required for `none`: only on a disposable machine"
@@ -79,6 +83,9 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     if options.only:
         chosen = {*options.only.split(",")}
         programs = [p for p in programs if chosen & {p.name, p.category}]
+    programs = [p for p in programs if p.name not in options.leave_out.split(",")]
+    if options.fresh:
+        programs = [p for p in programs if not p.is_session]
     if not programs:
         raise DataError("there are no snippets to run")
     kernel.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become our children and are counted

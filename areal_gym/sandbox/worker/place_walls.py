@@ -150,6 +150,7 @@ def give_up_rights(settings: dict[str, Any], *, has_filter: bool, counts_memory:
         (resource.RLIMIT_MSGQUEUE, 0, 0),
         (resource.RLIMIT_SIGPENDING, 1024, 1024),
         (resource.RLIMIT_NPROC, num_processes, num_processes),
+        (resource.RLIMIT_FSIZE, settings["storage_mb"] << 20, settings["storage_mb"] << 20),
     ):
         lower_limit(kind, soft, hard)
     kernel.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS

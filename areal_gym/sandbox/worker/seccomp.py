@@ -45,8 +45,8 @@ _PLACE_PRCTL = (*_PRCTL, 1, 4, 8, 22, 24, 36, 47)
 _TYPING = (0x5412, 0x541C)
 # The size of buffers, also by force.
 _BUFFERS = (7, 8, 32, 33)
-# Unix, IPv4, IPv6, routes; streams, datagrams, packets; TCP and UDP. Nothing that loads a module.
-_FAMILIES, _TYPES, _PROTOCOLS = (1, 2, 10, 16), (1, 2, 3, 5), (0, 6, 17)
+# Unix, IPv4, IPv6; streams, datagrams, packets; TCP and UDP. Nothing that loads a module.
+_FAMILIES, _TYPES, _PROTOCOLS = (1, 2, 10), (1, 2, 5), (0, 6, 17)
 
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
 _EQUAL, _ABOVE, _AT_LEAST, _ANY_BIT = 0x15, 0x25, 0x35, 0x45
@@ -110,7 +110,7 @@ def build_place_filter(*, counts_memory: bool) -> bytes:
     rules = {
         **_process_rules(True),
         **_file_rules(True, True),
-        **_signal_rules(None, None),
+        **_signal_rules(None, server_pid=1),
         "fcntl": _allowed,
         "ioctl": _all_but(1, *_TYPING),
         "prctl": _only(0, _PLACE_PRCTL),

@@ -78,8 +78,7 @@ PLACES = _table(
     """
     connect:42:203 accept:43:202 accept4:288:242 bind:49:200 listen:50:201
     setgroups:116:159 setfsuid:122:151 setfsgid:123:152 capset:126:91 seccomp:317:277
-    setpriority:141:140 sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274
-    ioprio_set:251:30 timer_create:222:107 timer_settime:223:110 timer_gettime:224:108
+    timer_create:222:107 timer_settime:223:110 timer_gettime:224:108
     timer_getoverrun:225:109 timer_delete:226:111
     setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 removexattr:197:14 lremovexattr:198:15
     fremovexattr:199:16 inotify_init:253:- inotify_init1:294:26 inotify_add_watch:254:27
