@@ -28,19 +28,26 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 _TABLE_CHARS = 1 << 20
 _ONE_USER = (
-    "this place has no user but root, and {!r} was asked for: start as root, or as a user with "
-    "ranges in /etc/subuid and /etc/subgid and the program newuidmap"
+    "the user {!r} was asked for, and this place has {} in all, root among them: start as root, or "
+    "as a user with ranges in /etc/subuid and /etc/subgid and the program newuidmap"
 )
 
 
 def serve(
-    control: socket.socket, *, environment: dict[str, str], workdir: str, score: int = -1
+    control: socket.socket,
+    *,
+    environment: dict[str, str],
+    workdir: str,
+    score: int = -1,
+    num_users: int = 1 << 16,
 ) -> NoReturn:
     """Execute orders until the parent closes the socket; commands inherit `environment`.
 
-    `score` is a descriptor of this process's oom_score_adj, if it may set that as low as -1000.
+    `score` is a descriptor of this process's oom_score_adj, if it may set that as low as -1000;
+    `num_users` how many users the place has, root among them.
     """
     keeper = _Keeper(control, {"PATH": _PATH, **environment}, workdir, score)
+    keeper.num_users = num_users
     keeper.report(event="started")
     keeper.serve()
 
@@ -56,6 +63,7 @@ class _Keeper:
         while self._null < 3:  # 0, 1 and 2 are a command's own
             self._null = os.dup(self._null)
         self._score = score
+        self.num_users = 1
         self._commands: dict[int, int] = {}  # number of each running command, by pid
 
     def report(self, **event: object) -> None:
@@ -110,6 +118,8 @@ class _Keeper:
         """Start a command; return its pid. A program that is not there is one that exits."""
         argv, cwd = order["argv"], order["cwd"] or self.workdir
         user = find_user(order["user"])
+        if max(user.uid, user.gid) >= self.num_users:
+            raise LookupError(_ONE_USER.format(order["user"], self.num_users))
         variables = {"HOME": user.home, **self.environment, **order["env"]}
         options: dict[str, Any] = {"cwd": cwd, "env": variables, "start_new_session": True}
         streams = {"stdin": self._null, "stdout": stdout, "stderr": stderr}
@@ -120,8 +130,6 @@ class _Keeper:
         try:
             return _spawn(argv, {**options, **streams})
         except PermissionError as error:
-            if "user" in options and error.filename is None:
-                raise PermissionError(_ONE_USER.format(order["user"])) from None
             if error.filename == cwd:
                 raise
             text = f"{argv[0]}: {error.strerror}"

@@ -211,6 +211,7 @@ class _PlaceServer:
             environment=settings["environment"],
             workdir=settings["workdir"],
             score=score,
+            num_users=self.users.size,
         )
 
     def _map_users(self, fd: int) -> None:
