@@ -119,5 +119,11 @@ class Places(Protocol):
     async def start(self, image: PlaceImage, limits: PlaceLimits) -> Place:
         """Return a started place; what fails to build or to start is a SandboxError."""
 
+    async def build(self, image: PlaceImage) -> str:
+        """Build the image of later places, if need be, and return its key; or raise SandboxError.
+
+        The same files and arguments have the same key.
+        """
+
     async def aclose(self) -> None:
         """Remove all places of this object. May be called twice."""

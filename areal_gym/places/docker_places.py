@@ -64,12 +64,7 @@ class DockerPlaces:
 
     async def start(self, image: PlaceImage, limits: PlaceLimits) -> DockerPlace:
         """Return a started place, or raise SandboxError."""
-        async with self._connecting:
-            if self._client is None:
-                self._client = await self._call(connect)
-                await self._call(_remove_abandoned, self._client)
-        with engine_errors("the image of a place"):
-            name = await self._images.resolve(self._client, image)
+        name = await self.build(image)
         async with self._starts:
             started = asyncio.ensure_future(self._call(self._create, name, image, limits))
             try:
@@ -78,6 +73,15 @@ class DockerPlaces:
                 started.add_done_callback(self._discard)
                 raise
         return DockerPlace(container, control=self._control, commands=self._commands)
+
+    async def build(self, image: PlaceImage) -> str:
+        """Build the image of later places, if need be; return its name or raise SandboxError."""
+        async with self._connecting:
+            if self._client is None:
+                self._client = await self._call(connect)
+                await self._call(_remove_abandoned, self._client)
+        with engine_errors("the image of a place"):
+            return await self._images.resolve(self._client, image)
 
     async def aclose(self) -> None:
         """Remove all places of this object. May be called twice."""

@@ -75,6 +75,10 @@ class LocalPlaces:
         settings["workdir"] = image.workdir or built.workdir
         return await self._start(server, built, settings)
 
+    async def build(self, image: PlaceImage) -> str:
+        """Build the image of later places, if need be; return its key or raise SandboxError."""
+        return (await self._images.resolve(await self._connect(), image)).layers[0]
+
     async def report(self) -> tuple[str, ...]:
         """Return the names of the walls that stand here; SandboxError if there can be no place."""
         return (await self._connect()).protections

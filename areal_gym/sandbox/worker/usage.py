@@ -128,7 +128,16 @@ def _held_by_tree(proc: int, pid: int, base_memory: int) -> tuple[int, bool]:
 def processes_over(proc: int, pid: int, allowed: int) -> list[int]:
     """Return the descendants of `pid` if all together hold more than `allowed` bytes, else none."""
     pids = [process for process, _ in tree(proc, pid)]
-    return pids[1:] if _held(proc, pids, allowed)[1] else []
+    tables = sum(_page_tables(proc, process) for process in pids)
+    return pids[1:] if _held(proc, pids, allowed - tables)[1] else []
+
+
+def _page_tables(proc: int, pid: int) -> int:
+    """Return the bytes of a process's page tables, which no resident size shows."""
+    for line in _read(proc, f"{pid}/status").splitlines():
+        if line.startswith("VmPTE:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 def _held(proc: int, pids: list[int], allowed: int) -> tuple[int, bool]:
