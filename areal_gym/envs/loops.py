@@ -57,15 +57,24 @@ class KeptLoop:
         return tasks[0].result()
 
     def _end(self) -> None:
-        """Let asynchronous generators clean up, as `asyncio.run` does: connections are closed."""
+        """Cancel tasks and close asynchronous generators, as `asyncio.run` does."""
         loop = self._loop
         if loop is not None:
-            ended = asyncio.run_coroutine_threadsafe(loop.shutdown_asyncgens(), loop)
+            ended = asyncio.run_coroutine_threadsafe(_clean_up(), loop)
             with contextlib.suppress(TimeoutError):
-                ended.result(timeout=1)
+                ended.result(timeout=5)
 
     def _forget(self) -> None:
         self._loop, self._lock = None, threading.Lock()
+
+
+async def _clean_up() -> None:
+    """Let tasks and generators of the running loop close their connections and processes."""
+    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=4)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 _loop = KeptLoop("areal-gym-env-loop")

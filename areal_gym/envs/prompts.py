@@ -59,7 +59,7 @@ class PromptsEnv(TextEnv):
         self._given_tools = GivenTools(tools)
         self._system_prompt = system_prompt
         self._prompt_column = prompt
-        self._tool_results: list[str] = []
+        self._num_first = 0
         self.tools = self._given_tools.fresh()
         self.max_turns = max_turns if self.tools else 1
         # `gold` is an answer that earns all; other columns need not be.
@@ -67,11 +67,11 @@ class PromptsEnv(TextEnv):
 
     def first_messages(self, task: Task) -> Sequence[Message]:
         """Return the row's prompt, after the system prompt."""
-        self._tool_results = []
         self.tools = self._given_tools.fresh()
         messages = messages_of(self._prompt)
         if self._system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._system_prompt})
+        self._num_first = len(messages)
         return messages
 
     async def respond(self, message: Message) -> Response:
@@ -81,16 +81,17 @@ class PromptsEnv(TextEnv):
         if self.tools:
             called = await self.call_tools(message)
             results = called.messages
-            self._tool_results += [text_of(result["content"]) for result in results]
             metrics = {"tool_calls": called.num_calls, "tool_errors": called.num_errors}
             if results and self.num_turns < self.max_turns:
                 return Response(messages=results, metrics=metrics)
+        messages = (*self.messages, *results)
+        answers = messages[self._num_first :]
         score = await self.rewards.score(
             RewardInput(
                 completion=text_of(message["content"]),
-                messages=(*self.messages, *results),
+                messages=messages,
                 prompt=self._prompt,
-                tool_results=tuple(self._tool_results),
+                tool_results=tuple(text_of(m["content"]) for m in answers if m["role"] == "tool"),
                 row=plain_value(self.task.data),  # lists are lists again
                 where=_place(self.task.id),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from areal_gym.errors import (
 )
 from areal_gym.plugins.manager import Entry, PluginManager, referenced
 from areal_gym.plugins.specs import KINDS, EnvSpec
+from areal_gym.plugins.wrappers import split_wrapper_arguments
 from areal_gym.utils.code_references import is_code_reference
 from areal_gym.utils.session_objects import is_session_name
 
@@ -90,6 +92,9 @@ class Registry:
         arguments = {**getattr(entry.spec, "kwargs", {}), **kwargs}
         # A class may still take arguments that are not in its signature any more.
         arguments = getattr(cls, "current_arguments", dict)(arguments)
+        wrap: Callable[[Any], Any] | None = None
+        if KINDS[kind] is EnvSpec:
+            arguments, wrap = split_wrapper_arguments(cls, arguments)
         signature = inspect.signature(cls)
         try:
             signature.bind(**arguments)
@@ -111,7 +116,7 @@ class Registry:
                 f"{id} makes a {type(made).__name__}, which is no environment",
                 hints=["an environment is a subclass of areal_gym.TextEnv"],
             )
-        return made
+        return made if wrap is None else wrap(made)
 
     def check_duplicates(self, kind: Kind) -> None:
         """Raise DuplicateIdError for the first id of the kind that is claimed twice."""

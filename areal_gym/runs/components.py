@@ -19,6 +19,7 @@ from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, GymError, did_you_mean
 from areal_gym.loggers.base import MetricsLogger
 from areal_gym.plugins import Kind, registry
+from areal_gym.plugins.wrappers import split_wrapper_arguments
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.filters import GroupFilter
 from areal_gym.sandbox.base import SandboxLevel, SandboxReport
@@ -56,8 +57,8 @@ class Components:
 
     def make_env(self) -> TextEnv:
         """Make a new instance; raise ConfigError if the environment does not take the arguments."""
-        kwargs = self.env_kwargs
-        env = make_with(self.env_class, kwargs, key="env.kwargs", id=self.env_id)
+        kwargs, wrap = split_wrapper_arguments(self.env_class, self.env_kwargs)
+        env = wrap(make_with(self.env_class, kwargs, key="env.kwargs", id=self.env_id))
         if not isinstance(env, TextEnv):
             raise ConfigError(
                 f"{self.env_id} makes a {type(env).__name__}, which is no environment",

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from areal_gym.envs.arithmetic import evaluate
 from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.envs.grading import extract_answer, is_same_number
+from areal_gym.envs.mcp_tools.env_with_servers import EnvWithServers
 from areal_gym.envs.mix import MixedEnv
 from areal_gym.envs.tir import TirEnv, python_call
 from areal_gym.envs.tools import Tool
@@ -123,7 +124,9 @@ def demonstrate_pair(
 def _reset(env: TextEnv, rng: random.Random, split: str) -> TextEnv:
     """Begin an episode; return the environment that plays it, which in a mix is the task's own."""
     env.reset(seed=rng.getrandbits(32), options={"split": split})
-    return env.playing if isinstance(env, MixedEnv) else env
+    while isinstance(env, MixedEnv | EnvWithServers):
+        env = env.playing
+    return env
 
 
 def _asks_for_python(env: TextEnv) -> bool:

@@ -23,6 +23,7 @@ from areal_gym.envs.checker.env_under_test import (
     play,
     subject_of,
 )
+from areal_gym.envs.checker.given_servers import check_mcp_servers
 
 __all__ = ["HOSTILE_ACTIONS", "RuleResult", "check_env", "play"]
 
@@ -32,6 +33,7 @@ _RULES: tuple[Rule, ...] = (
     *(isolation.check_globals, behaviour.check_gold, behaviour.check_noop),
     *(behaviour.check_hostile, behaviour.check_ends, behaviour.check_options),
     *(behaviour.check_splits, behaviour.check_tasks, isolation.check_concurrent),
+    check_mcp_servers,
 )
 """The rules in the order in which they are checked; each is named after its function."""
 

@@ -6,10 +6,12 @@ import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from areal_gym.envs.base import StepResult, TextEnv
+from areal_gym.envs.mcp_tools.env_with_servers import make_for_rules
 from areal_gym.plugins import EnvSpec, registry
 from areal_gym.types import content_hash
 
@@ -81,6 +83,8 @@ def subject_of(
         assert isinstance(spec, EnvSpec)
         entry_point = spec.entry_point
         kwargs = {**spec.kwargs, **kwargs}
+        if kwargs.get("mcp_servers"):
+            return _with_servers({"entry_point": entry_point, **kwargs}, sizes)
     elif isinstance(env, type):
         # What a script or a function defines, no other process can import.
         is_importable = env.__module__ != "__main__" and "<locals>" not in env.__qualname__
@@ -90,6 +94,16 @@ def subject_of(
         made = registry().make("envs", env, **kwargs) if isinstance(env, str) else env(**kwargs)
         return cast(TextEnv, made)
 
+    return EnvUnderTest(make=make, entry_point=entry_point, kwargs=kwargs, **sizes)
+
+
+def _with_servers(kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> EnvUnderTest:
+    """Return the subject of an environment with MCP servers, which serve all of its episodes.
+
+    Rules play thousands of short episodes; the rule `mcp_servers` starts servers of its own.
+    """
+    entry_point = f"{make_for_rules.__module__}:{make_for_rules.__name__}"
+    make = partial(make_for_rules, **kwargs)
     return EnvUnderTest(make=make, entry_point=entry_point, kwargs=kwargs, **sizes)
 
 
