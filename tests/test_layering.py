@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "version": set(),
     "message_types": set(),
     "types": {"message_types", "utils"},
-    "images": {"errors", "message_types", "utils"},
+    "images": {"errors", "message_types", "types", "utils"},
     "utils": {"errors"},
     "_moved": set(),
     "plugins": {"errors", "version", "utils"},

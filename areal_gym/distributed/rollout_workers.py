@@ -15,8 +15,8 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_gym.agents.base import Agent
@@ -26,6 +26,7 @@ from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, GymError, InfrastructureError, WorkerError
+from areal_gym.images import hashes_in, hashes_of, image_store
 from areal_gym.recording import stop_reason_of
 from areal_gym.rollout.episode_runners import (
     EnvPool,
@@ -113,7 +114,7 @@ class RolloutWorkers:
                 await self._change()
             worker = min(self._workers, key=lambda worker: worker.num_playing)
             worker.num_playing += 1
-            playing = worker.actor.play.remote(request)
+            playing = worker.actor.play.remote(request, worker.pictures_for(request))
             try:
                 reply = await playing
             except asyncio.CancelledError:
@@ -128,7 +129,10 @@ class RolloutWorkers:
             self.in_flight.episodes -= 1
         if isinstance(reply, GymError):
             raise reply
-        return unpack_trajectory(json.loads(reply), request.task)
+        row, pictures = reply
+        for png in pictures:
+            image_store().put(png)
+        return unpack_trajectory(json.loads(row), request.task)
 
     async def aclose(self) -> None:
         """End the workers and what they hold. Idempotent."""
@@ -232,6 +236,14 @@ class _Worker:
     num_playing: int = 0
     engine: int = 0
     env: int = 0
+    has_images: set[str] = field(default_factory=set)
+    """The hashes of the pictures that it was sent."""
+
+    def pictures_for(self, request: EpisodeRequest) -> list[bytes]:
+        """Return the pictures of the task that the worker lacks."""
+        missing = [h for h in hashes_in(request.task.data) if h not in self.has_images]
+        self.has_images.update(missing)
+        return [image_store().read(sha256) for sha256 in missing]
 
 
 # ---- in the worker ---------------------------------------------------------------------------
@@ -245,6 +257,7 @@ class _WorkerActor:
         self._engine: Engine | None = None
         self._episode_runner: LocalEpisodeRunner | None = None
         self._episodes: set[asyncio.Task[Trajectory]] = set()
+        self._sent_images: set[str] = set()
 
     async def start(self) -> int | GymError:
         """Make the parts; return the process id, or the error."""
@@ -267,12 +280,21 @@ class _WorkerActor:
             return error
         return os.getpid()
 
-    async def play(self, request: EpisodeRequest) -> str | GymError:
+    async def play(
+        self, request: EpisodeRequest, pictures: Sequence[bytes] = ()
+    ) -> tuple[str, list[bytes]] | GymError:
+        """Return a trajectory, packed, and its pictures that were not sent before."""
         assert self._episode_runner is not None
+        for png in pictures:
+            self._sent_images.add(image_store().put(png))
         episode = asyncio.create_task(self._episode_runner.play(request))
         self._episodes.add(episode)
         try:
-            return dump_row(pack_trajectory(await episode))
+            trajectory = await episode
+            new = hashes_of(trajectory) - self._sent_images
+            images = [image_store().read(sha256) for sha256 in new if sha256 in image_store()]
+            self._sent_images |= new
+            return dump_row(pack_trajectory(trajectory)), images
         except GymError as error:
             return error
         finally:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from areal_gym.chat import Renderer, Tokenizer
 from areal_gym.engines.base import Generation, GrammarEngine, SamplingParams
 from areal_gym.errors import EngineError, GrammarError
-from areal_gym.types import FinishReason
+from areal_gym.types import FinishReason, ImageRef
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,7 @@ class Question:
     turn: int
     """The number of earlier turns of this session."""
     tokenizer: Tokenizer
+    images: Sequence[ImageRef] = ()
 
     @property
     def text(self) -> str:
@@ -101,6 +102,8 @@ class ScriptedEngine:
     """
 
     takes_urls: ClassVar[bool] = False
+    takes_images: bool = True
+    """A script may look at the pictures of its question."""
 
     def __init__(
         self,
@@ -134,7 +137,12 @@ class ScriptedEngine:
         """Do nothing: there is no model to load."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageRef] = (),
     ) -> Generation:
         """Return the script's next reply.
 
@@ -154,7 +162,7 @@ class ScriptedEngine:
         self.num_calls += 1
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1
-        question = Question(prompt_ids, params, turn, self.tokenizer)
+        question = Question(prompt_ids, params, turn, self.tokenizer, tuple(images))
         before = self.policy_version
         latency_s = self._latency_s(question) if callable(self._latency_s) else self._latency_s
         await asyncio.sleep(latency_s)

@@ -74,6 +74,9 @@ class TextEnv(gymnasium.Env[str, str]):
     Otherwise it drives the coroutine directly (0.5 us)."""
     has_gold: bool = True
     """Set to False if no perfect policy is known (a game of another library, say)."""
+    blind_reward: float | None = None
+    """Mean reward of the best policy that sees no picture, in an environment that shows some:
+    what guessing earns. `areal-gym check` measures it."""
     process_variables: Mapping[str, str] = {}
     """Environment variables that another process needs to make the same environment."""
     judges_all_output: bool = False

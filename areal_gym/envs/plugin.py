@@ -26,6 +26,8 @@ _ENVS: tuple[tuple[str, str, str, str, dict[str, object]], ...] = (
      "your own prompts, reward and tools: --data, --reward, --tools", {}),
     ("search", "search.search_env:SearchEnv", "tools multi-turn generated jsonl",
      "multi-hop questions with a search engine", {}),
+    ("shapes", "shapes:ShapesEnv", "images multi-turn generated",
+     "questions about drawn pictures: for policies that see", {}),
     ("tir", "tir:TirEnv", "math tools multi-turn generated",
      "arithmetic with a Python sandbox", {}),
     ("math", _MATH, "math single-turn generated jsonl",

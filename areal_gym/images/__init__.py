@@ -1,6 +1,12 @@
 """Pictures: how foreign ones are read, and the store that has their bytes by hash."""
 
-from areal_gym.images.image_store import ImageStore, image_store, use_image_store
+from areal_gym.images.image_store import (
+    ImageStore,
+    hashes_in,
+    hashes_of,
+    image_store,
+    use_image_store,
+)
 from areal_gym.images.reading import ImageLimits, data_url, encode_png, read_data_url, read_image
 
 __all__ = [
@@ -8,6 +14,8 @@ __all__ = [
     "ImageStore",
     "data_url",
     "encode_png",
+    "hashes_in",
+    "hashes_of",
     "image_store",
     "read_data_url",
     "read_image",

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from areal_gym.errors import InfrastructureError, UsageError
 from areal_gym.images.reading import MEDIA_TYPE, ImageLimits, encode_png, read_image
 from areal_gym.message_types import ImagePart
+from areal_gym.types import Trajectory
 from areal_gym.utils.files import readable_disk_errors
 
 if TYPE_CHECKING:
@@ -132,10 +133,17 @@ class ImageStore:
                 yield file.stem
 
     def copy_from(self, other: ImageStore, hashes: Iterable[str]) -> None:
-        """Keep the pictures of another store that are missing here."""
+        """Keep the pictures of another store that are missing here, if they are there."""
         for sha256 in hashes:
-            if sha256 not in self:
+            if sha256 not in self and sha256 in other:
                 self.put(other.read(sha256))
+
+    def keep_images_of(self, trajectories: Iterable[Trajectory]) -> None:
+        """Keep the pictures of trajectories that the store of the process has, and this lacks."""
+        other = image_store()
+        if other.directory != self.directory:
+            for trajectory in trajectories:
+                self.copy_from(other, hashes_of(trajectory))
 
     def remove_all_but(self, hashes: Iterable[str]) -> int:
         """Delete the pictures with other hashes; return how many."""
@@ -143,6 +151,24 @@ class ImageStore:
         for sha256 in unused:
             self.path(sha256).unlink(missing_ok=True)
         return len(unused)
+
+
+def hashes_in(value: object) -> Iterator[str]:
+    """Yield the hashes of all pictures in messages, or in the data of a task."""
+    if isinstance(value, Mapping):
+        if value.get("type") == "image" and isinstance(value.get("sha256"), str):
+            yield value["sha256"]
+        for item in value.values():
+            yield from hashes_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from hashes_in(item)
+
+
+def hashes_of(trajectory: Trajectory) -> set[str]:
+    """Return the hashes of all pictures of a trajectory: of its tokens, messages and task."""
+    tokens = (image.sha256 for span in trajectory.spans for image in span.images)
+    return {*tokens, *hashes_in(trajectory.messages), *hashes_in(trajectory.task.data)}
 
 
 def png_size(png: bytes) -> tuple[int, int]:

@@ -23,7 +23,7 @@ def _names(cls: type, *apart: str) -> tuple[str, ...]:
 
 
 _PLAIN = _names(Trajectory, "task", "spans", "turns")
-_SPAN = _names(TokenSpan, "token_ids", "logprobs", "routed_experts")
+_SPAN = _names(TokenSpan, "token_ids", "logprobs", "routed_experts", "images")
 _FLOATS = ("logprobs", "teacher_logprobs")
 """Columns of the policy's tokens; either all of its spans have them, or none."""
 _TURN = _names(Turn)
@@ -88,6 +88,8 @@ def _pack(trajectory: Trajectory, task: Task) -> dict[str, Any]:
     experts = [span.routed_experts and span.routed_experts.to_dict() for span in spans]
     if any(experts):
         row["routed_experts"] = experts
+    if any(span.images for span in spans):
+        row["images"] = [[image.to_dict() for image in span.images] for span in spans]
     if trajectory.task is not task and trajectory.task != task:
         row["task"] = trajectory.task.to_dict()
     return row
@@ -100,6 +102,8 @@ def _unpack(packed: Mapping[str, Any], task: Mapping[str, Any]) -> Trajectory:
     row["spans"] = list(_spans(row))
     for span, experts in zip(row["spans"], row.pop("routed_experts", ()), strict=False):
         span["routed_experts"] = experts
+    for span, images in zip(row["spans"], row.pop("images", ()), strict=False):
+        span["images"] = images
     return Trajectory.from_dict(row)
 
 

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from areal_gym.errors import NothingToDoError, RunExistsError, UsageError
+from areal_gym.images import ImageStore
 from areal_gym.run_dir.evaluations import EVALUATION_FILE, Evaluation
 from areal_gym.run_dir.run_dir import RunMode
 from areal_gym.run_dir.run_status import DirectoryLock, StatusFile
@@ -118,6 +119,7 @@ class EvaluationWriter:
         Raises:
             TrainError: the disk is full.
         """
+        ImageStore(self.path / "images").keep_images_of([trajectory])
         line = (to_json(trajectory.to_dict(packs_numbers=True)) + "\n").encode(
             "utf-8", "surrogatepass"
         )
@@ -173,6 +175,7 @@ class EvaluationWriter:
     def _remove(self) -> None:
         # Only what evaluations write is deleted: a mistyped --out must not cost a home directory.
         files = (self._file, self._samples, self._status.file, self.path / "settings.yaml")
+        remove(self.path / "images")
         folder = self._trajectories.parent
         for file in (*files, *(folder / f"{stem}.jsonl" for stem in ("eval", "eval-greedy"))):
             remove(file)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from areal_gym.errors import DataError, NothingToDoError, RunExistsError, TrainError, UsageError
+from areal_gym.images import ImageStore
 from areal_gym.run_dir.run_files import RunFiles
 from areal_gym.run_dir.run_status import DirectoryLock
 from areal_gym.run_dir.trajectory_files import step_of
@@ -190,7 +191,8 @@ class RunDir(RunFiles):
 
     def save_trajectories(self, trajectories: Iterable[Trajectory], *, name: int | str) -> Path:
         """Save the trajectories of a step (`name=12`) or others (`name="eval-0"`) in one file."""
-        file = self.trajectories_file(name)
+        file, trajectories = self.trajectories_file(name), list(trajectories)
+        ImageStore(self.images_dir).keep_images_of(trajectories)
         _write_rows(file, (t.to_dict(packs_numbers=True) for t in trajectories))
         return file
 

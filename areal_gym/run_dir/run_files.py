@@ -8,6 +8,7 @@
     evaluations/          a folder for each `areal-gym eval --run` of this run
     journal.jsonl         the state of each group; finished groups survive a crash in it
     trajectories/         step-000012.jsonl, one trajectory per line; eval-*.jsonl
+    images/               the pictures of its messages and tokens, by hash: ab/<sha256>.png
     trained/              step-000012.jsonl: advantages and log-probabilities, line by line
     tokenizer.json        the policy's tokenizer, so that token ids can be read
     checkpoints/          written by the trainer
@@ -51,6 +52,7 @@ class RunFiles:
         self.evaluations_dir = path / "evaluations"
         self.journal_file = path / "journal.jsonl"
         self.trajectories_dir = path / "trajectories"
+        self.images_dir = path / "images"
         self.trained_dir = path / "trained"
         self.tokenizer_file = path / "tokenizer.json"
         self.checkpoints_dir = path / "checkpoints"

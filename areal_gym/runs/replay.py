@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from areal_gym.config import AgentConfig, RunConfig
 from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.errors import DataError, NotFiniteError, NothingToDoError, UsageError
+from areal_gym.images import use_image_store
 from areal_gym.plugins import registry
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.components import Components
@@ -120,7 +121,8 @@ def replay(
     gap = run.read_provenance().get("engine_gap", {"max": 0.0})
     keep_rounding_from_clips(gap["max"], config, trainer)  # as the run itself did
     try:
-        rows = _train_again(run, steps, trainer, display)
+        with use_image_store(run.images_dir):
+            rows = _train_again(run, steps, trainer, display)
         if out is not None:
             _save(config, trainer, out, rows, policy)
         checkpoint = run.checkpoint(steps[-1])
@@ -164,7 +166,8 @@ def replay_refused(
     try:
         if before is not policy:
             restore_trainer(trainer, before)
-        return _take(trainer, step, groups)
+        with use_image_store(run.images_dir):
+            return _take(trainer, step, groups)
     finally:
         close_trainer(trainer)
 

@@ -22,6 +22,7 @@ from areal_gym.config import RunConfig, require_plain_sampling
 from areal_gym.config.absolute_paths import with_absolute_paths
 from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.errors import LostRankError
+from areal_gym.images import use_image_store
 from areal_gym.run_dir.provenance import require_installed
 from areal_gym.run_dir.run_dir import RunDir, RunMode
 from areal_gym.runs.callbacks import Callback, Callbacks
@@ -67,7 +68,10 @@ def train(
     if config.objective not in SUPERVISED:
         require_plain_sampling(config)
     display = display or Display()
-    with RunDir.open(run_dir, mode, begins=mode == "new") as directory:
+    with (
+        RunDir.open(run_dir, mode, begins=mode == "new") as directory,
+        use_image_store(directory.images_dir),
+    ):
         listeners, is_resumed = Callbacks(callbacks), mode == "resume"
         restarts = Restarts(config.trainer.max_restarts)
         while True:

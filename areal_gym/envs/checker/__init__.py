@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from areal_gym.envs.base import TextEnv
-from areal_gym.envs.checker import behaviour, isolation
+from areal_gym.envs.checker import behaviour, blindness, isolation
 from areal_gym.envs.checker.adversarial import HOSTILE_ACTIONS
 from areal_gym.envs.checker.env_under_test import (
     Rule,
@@ -34,6 +34,7 @@ _RULES: tuple[Rule, ...] = (
     *(behaviour.check_hostile, behaviour.check_ends, behaviour.check_options),
     *(behaviour.check_splits, behaviour.check_tasks, isolation.check_concurrent),
     check_mcp_servers,
+    blindness.check_blind,
 )
 """The rules in the order in which they are checked; each is named after its function."""
 

@@ -23,7 +23,8 @@ from areal_gym.envs.checker.env_under_test import (
     play,
 )
 from areal_gym.errors import UsageError
-from areal_gym.types import Message, content_hash
+from areal_gym.message_types import is_content
+from areal_gym.types import Message, content_hash, readable
 
 _PATIENCE_S = 60.0
 """Longest time for one answer; a longer one counts as a hang, even on a busy machine."""
@@ -126,8 +127,8 @@ def _answer_s(env: TextEnv, name: str, action: str | Message) -> float:
     elapsed_s = time.perf_counter() - start_s
     if not math.isfinite(step.reward) or step.reward >= 1.0:
         raise RuleViolation(f"{name}: the reward is {step.reward}")
-    if not all(isinstance(message["content"], str) for message in step.info["messages"]):
-        raise RuleViolation(f"{name}: a message's content is no text")
+    if not all(is_content(message["content"]) for message in step.info["messages"]):
+        raise RuleViolation(f"{name}: a message's content is neither text nor texts and pictures")
     if elapsed_s > _PATIENCE_S:
         raise RuleViolation(f"{name}: the answer took {elapsed_s:.0f} s")
     return elapsed_s
@@ -206,7 +207,7 @@ def check_splits(subject: EnvUnderTest) -> None:
 
 def _asked_text(info: Mapping[str, Any]) -> str:
     """Return the opening messages, and a hash of the data, which they may not show."""
-    asked = "\n".join(message["content"] for message in info["messages"])
+    asked = "\n".join(readable(message["content"]) for message in info["messages"])
     return f"{asked}\n{content_hash(info['task']['data'])}"
 
 
