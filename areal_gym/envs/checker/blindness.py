@@ -26,13 +26,13 @@ _ALMOST_ALL = 0.95
 """Pictures are not needed where the texts alone earn this much."""
 
 
-def check_blind(subject: EnvUnderTest) -> str:
+def check_blind(subject: EnvUnderTest) -> str | None:
     """Pictures are needed: a policy that reads only the texts earns what guessing earns."""
     env = subject.make()
     _, info = env.reset(seed=0)
     if not any(images_of(message["content"]) for message in info["messages"]):
         env.close()
-        raise Skipped("it shows no pictures")
+        return None
     if not env.has_gold:
         env.close()
         raise Skipped("no perfect policy is known (has_gold = False)")
