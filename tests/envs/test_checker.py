@@ -210,7 +210,7 @@ def test_good_environment_passes_every_rule():
     assert all(result.is_ok and not result.reason for result in results.values()), results
     assert all(result.summary for result in results.values())
     assert started == list(results)
-    assert len(results) == 16
+    assert len(results) == 17
     assert results["concurrent"].measured.startswith("64 episodes in ")
 
 
