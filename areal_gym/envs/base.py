@@ -75,8 +75,7 @@ class TextEnv(gymnasium.Env[str, str]):
     has_gold: bool = True
     """Set to False if no perfect policy is known (a game of another library, say)."""
     blind_reward: float | None = None
-    """Mean reward of the best policy that sees no picture, in an environment that shows some:
-    what guessing earns. `areal-gym check` measures it."""
+    """Of an environment with pictures: the mean reward of guessing without seeing them."""
     process_variables: Mapping[str, str] = {}
     """Environment variables that another process needs to make the same environment."""
     judges_all_output: bool = False
@@ -331,8 +330,7 @@ class TextEnv(gymnasium.Env[str, str]):
             raise UsageError("the episode is over; call reset() first")
         if isinstance(action, str):
             schemas = [tool.schema() for tool in self.tools]
-            dialect = self.tool_dialect or DEFAULT_DIALECT
-            message = parse_assistant(action, dialect, tools=schemas)
+            message = parse_assistant(action, self.tool_dialect or DEFAULT_DIALECT, tools=schemas)
         elif isinstance(action, dict):
             message = action
         else:
