@@ -16,8 +16,6 @@ from areal_gym.images import image_store
 from areal_gym.tasks import Draft, GeneratedTasks
 from areal_gym.types import Content, Message, Task, text_of
 
-__all__ = ["ShapesEnv", "shape_tasks"]
-
 _LEVELS: Mapping[int, str] = {
     1: "how many red squares, 0 to 4",
     2: "how many of a color and a shape, 0 to 9",
