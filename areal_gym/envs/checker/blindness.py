@@ -81,8 +81,8 @@ class _BlindPolicy:
 
     def __call__(self, env: TextEnv) -> str:
         counts = [self._answers[clue] for clue in _clues(env.messages) if clue in self._answers]
-        told = [c for c in counts if c.total() >= _FEWEST] or counts
-        best = max(told, key=_share, default=None)
+        frequent = [c for c in counts if c.total() >= _FEWEST] or counts
+        best = max(frequent, key=_share, default=None)
         return env.noop_action() if best is None else best.most_common(1)[0][0]
 
     def best_clue(self) -> str:
