@@ -220,6 +220,11 @@ class TrainerConfig(Settings):
     """With several updates a step, old batches are trained at a lower learning rate: divided by
     sqrt(1 + staleness_damping * mean staleness * (minibatches - 1)); 0 is off
     (docs/asynchrony.md)."""
+    vision: Literal["frozen", "projector", "full"] = "frozen"
+    """What is trained of the parts that see of a vision-language model: nothing, what maps features
+    to tokens, or all."""
+    patches_per_microbatch: int = Field(65536, ge=1)
+    """Maximum patches of distinct pictures of one forward and backward pass."""
     tokens_per_microbatch: int = Field(4096, ge=64)
     """Maximum tokens of one forward and backward pass: trades memory for speed."""
     dtype: Literal["float32", "bfloat16"] = "float32"

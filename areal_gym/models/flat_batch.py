@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_gym.message_types import ImageRef
 from areal_gym.models.device import has_varlen_attention
 from areal_gym.models.tiny.attend import Attend, masked_softmax
 from areal_gym.models.tiny.kernels.attention_kernels import attend, has_kernel
@@ -49,6 +50,8 @@ class Block:
     key_position_BK: Tensor
     longest: int
     """An upper bound of the distance between two tokens."""
+    is_real_BK: Tensor
+    """Whether a key is no padding."""
     _windowed: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def mask(self, window: int | None) -> Tensor:
@@ -116,6 +119,9 @@ class PackedBatch:
     """Prompts first, then siblings side by side; the second ranges cover the flat axis."""
     row_index: tuple[np.ndarray[Any, Any], ...]
     """For each row, as int64, the flat position of each of its tokens (shared ones included)."""
+    images: tuple[tuple[ImageRef, ...], ...] | None = None
+    """The pictures of each row, `start` within it; None in an update without pictures on any rank,
+    empty for rows that only keep pace with ranks whose rows have some."""
     routed_experts_NLK: Tensor | None = None
     """The experts that an engine recorded, int16; -1 for tokens without a record."""
 
@@ -242,6 +248,7 @@ def _block(chunk: list[Segment], device: torch.device | str) -> Block:
         query_position_BQ=position_BQ.to(device),
         key_position_BK=torch.cat((prompt_steps, position_BQ), dim=1).to(device),
         longest=num_prompt + num_own,
+        is_real_BK=~is_hidden_B1K[:, 0].to(device),
     )
 
 

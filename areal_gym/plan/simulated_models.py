@@ -254,4 +254,5 @@ def _block(chunk: list[Segment], device: torch.device) -> Block:
         query_position_BQ=torch.zeros(num_rows, num_own, **index),
         key_position_BK=torch.zeros(num_rows, num_keys, **index),
         longest=num_keys,
+        is_real_BK=torch.zeros(num_rows, num_keys, dtype=torch.bool, device=device),
     )

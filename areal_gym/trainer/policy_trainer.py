@@ -170,6 +170,8 @@ class PolicyTrainer:
 
         `heads` are modules that are trained beside an adapter.
         """
+        if (vision := getattr(self.decoder, "vision", None)) is not None:
+            vision.set_trained(self.config.vision)
         if self.config.lora is not None:
             add_adapter(self.decoder, self.config.lora)
             for name in heads:

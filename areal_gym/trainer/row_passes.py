@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from areal_gym.config import TrainerConfig
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
-from areal_gym.trainer.batch.bins import Row, split_by_tokens
+from areal_gym.trainer.batch.bins import Row, split_by_patches, split_by_tokens
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.batch.rank_batches import own_members, split_by_group
 from areal_gym.trainer.batch.recorded_experts import with_recorded_experts
@@ -61,15 +61,24 @@ class RowPasses:
         """
         share = self._decoder.can_share_prompts
         packed = {
-            i: Row(token_ids=rows[i].token_ids, num_shared=share * rows[i].num_prompt_tokens)
+            i: Row(
+                token_ids=rows[i].token_ids,
+                num_shared=share * rows[i].num_prompt_tokens,
+                images=rows[i].images,
+            )
             for members in minibatches
             for i in members
         }
         mine, spare = own_members(self._ranks, minibatches, [len(row) for row in rows])
-        parts = split_by_tokens([packed[i] for i in mine], self._config.tokens_per_microbatch)
+        mine_rows = [packed[i] for i in mine]
+        parts = split_by_tokens(mine_rows, self._config.tokens_per_microbatch)
+        has_images = any(row.images for row in rows)  # of any rank: all know all rows' pictures
+        if has_images:
+            most = self._config.patches_per_microbatch
+            parts = [part for each in parts for part in split_by_patches(mine_rows, each, most)]
         passes = self._ranks.equal_passes([[mine[j] for j in part] for part in parts], spare)
         for indexes, is_mine in passes:
-            batch = pack([packed[i] for i in indexes], self._device)
+            batch = pack([packed[i] for i in indexes], self._device, has_images=has_images)
             yield with_recorded_experts(batch, [rows[i] for i in indexes]), indexes, is_mine
 
     def scores(

@@ -33,6 +33,7 @@ from areal_gym.config import Layout
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.models.hf.hf_policy import HFPolicy
 from areal_gym.models.hf.hf_reward_model import HEAD, HFRewardModel, classifier_of
+from areal_gym.models.hf.hf_vision import HFVision
 from areal_gym.models.hf.layout_plans import require_divided, require_layout, sum_gradients_per_pass
 from areal_gym.models.hf.token_mixing import NAME
 from areal_gym.models.stored_types import read_stored_types
@@ -79,6 +80,7 @@ def load_policy(
     )
     policy = HFPolicy(network, _trunk_reader(directory, device, sharding, trusts_code))
     policy.trusts_code = trusts_code
+    policy.vision = HFVision.from_checkpoint(directory, network)
     policy.stored_types = read_stored_types(weight_files(directory))
     return policy
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from areal_gym.errors import ConfigError
 from areal_gym.models.context_parallel import ContextGroup
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.hf.cpu_kernels import use_cpu_kernels
+from areal_gym.models.hf.hf_vision import HFVision, PlacedPictures
 from areal_gym.models.hf.packed_mixing import PackedMixing
 from areal_gym.models.hf.packing_check import require_exact_packing
 from areal_gym.models.hf.routing import RoutingStats, watch_routers
@@ -54,6 +56,8 @@ class HFPolicy(PolicyModel):
     """
 
     network: PreTrainedModel
+    vision: HFVision | None = None
+    """How pictures get into rows; None for models that do not see."""
     takes_cpu_kernels = True
     """Whether parts on a CPU are run by our kernels, which keep less than torch's."""
 
@@ -103,18 +107,46 @@ class HFPolicy(PolicyModel):
         """Return the hidden states after the last norm; see `PolicyModel.forward`."""
         context = self.context
         stats = self._routing if self.counts_experts else RoutingStats()
-        mixing = PackedMixing(batch, stats, context, replays=self.replays_experts)
+        placed = None if batch.images is None else self._placed(batch)
+        mixing = PackedMixing(
+            batch,
+            stats,
+            context,
+            replays=self.replays_experts,
+            pictures_N=None if placed is None else placed.pictures_N,
+        )
         hidden_nC = self.hidden_states(
-            context.own(batch.token_ids_N), context.own(batch.positions_N), mixing
+            context.own(batch.token_ids_N), context.own(batch.positions_N), mixing, placed
         )
         if wanted_M is None:
             return hidden_nC
         return context.wanted(hidden_nC, wanted_M, len(batch.token_ids_N))
 
+    def _placed(self, batch: PackedBatch) -> PlacedPictures:
+        if self.vision is None:
+            raise ConfigError(
+                f"rows have pictures, and {_own_class(self.network).__name__} has no parts that see "
+                "them, or its checkpoint no image processor"
+            )
+        if self.context.size > 1:
+            raise ConfigError(
+                f"trainer.parallel.context = {self.context.size}: ranks cannot share the tokens of "
+                "rows with pictures",
+                hints=["trainer.parallel.context=1"],
+            )
+        return self.vision.placed(batch)
+
     def hidden_states(
-        self, token_ids_N: Tensor, positions_N: Tensor, mixing: TokenMixing
+        self,
+        token_ids_N: Tensor,
+        positions_N: Tensor,
+        mixing: TokenMixing,
+        placed: PlacedPictures | None = None,
     ) -> Tensor:
-        """Return the hidden states of tokens that see each other as `mixing` says, [N, C]."""
+        """Return the hidden states of tokens that see each other as `mixing` says, [N, C].
+
+        `placed` are pictures among the tokens, of a model that sees.
+        """
         for layer in self.layers:
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.gradient_checkpointing = self.recomputes_layers
@@ -124,8 +156,12 @@ class HFPolicy(PolicyModel):
         hook = self.body.register_forward_hook(
             lambda module, inputs, output: hidden.append(output.last_hidden_state[0])
         )
+        seeing: AbstractContextManager[None] = nullcontext()
+        if placed is not None and self.vision is not None:
+            keeps_pace = self.is_sharded and torch.is_grad_enabled()
+            seeing = self.vision.seeing(placed, keeps_pace=keeps_pace)
         try:
-            with mixing_with(mixing):
+            with mixing_with(mixing), seeing:
                 # Through the root, where FSDP2 gathers, and without any logits.
                 out = self.network(
                     input_ids=token_ids_N[None],
@@ -144,7 +180,7 @@ class HFPolicy(PolicyModel):
         shell._modules[_body_name(self.network)] = _GivenBody(hidden_NC[None])
         ids = torch.zeros(1, 1, dtype=torch.long, device=hidden_NC.device)
         logits: Tensor = shell.forward(input_ids=ids, use_cache=False).logits[0]
-        return logits
+        return logits if self.vision is None else self.vision.without_banned(logits)
 
     def network_tensors(self) -> Iterator[NetworkTensor]:
         """Yield the network's tensors, of tied ones the first."""

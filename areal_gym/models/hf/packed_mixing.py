@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areal_gym.errors import TrainError
 from areal_gym.models.context_parallel import WHOLE, ContextGroup
-from areal_gym.models.flat_batch import PackedBatch
+from areal_gym.models.flat_batch import Block, PackedBatch
 from areal_gym.models.hf.routing import RoutingStats, replay
 from areal_gym.models.hf.token_mixing import ScoreRules, masked_attention
 
@@ -23,7 +23,8 @@ class PackedMixing:
     """The `TokenMixing` of one flat batch.
 
     With `replays` tokens pass the experts that the batch records for them. The model is given the
-    tokens that this rank has in `context`.
+    tokens that this rank has in `context`. Tokens of one picture in `pictures_N` see each other in
+    both directions.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class PackedMixing:
         context: ContextGroup = WHOLE,
         *,
         replays: bool = False,
+        pictures_N: Tensor | None = None,
     ) -> None:
         self._batch = batch
         self._stats = stats
         self._context = context
         self._replays = replays
+        self._pictures_N = pictures_N
         self._num_tokens = len(batch.token_ids_N)
         recorded_NLK = batch.routed_experts_NLK
         self._recorded_nLK = None if recorded_NLK is None else context.own(recorded_NLK)
@@ -54,7 +57,8 @@ class PackedMixing:
 
     def _attend(self, q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, rules: ScoreRules) -> Tensor:
         width = q_NHD.shape[-1]
-        if rules.sinks_H is None and rules.chunk is None and v_NKE.shape[-1] <= width:
+        is_causal = rules.sinks_H is None and rules.chunk is None and self._pictures_N is None
+        if is_causal and v_NKE.shape[-1] <= width:
             if not math.isclose(rules.scale, width**-0.5, rel_tol=1e-9):
                 q_NHD = q_NHD * (rules.scale * math.sqrt(width))  # `attend` divides by sqrt(D)
             # Kernels want values as wide as keys; in latent attention they are narrower.
@@ -76,9 +80,18 @@ class PackedMixing:
                 query_BQ[:, :, None] - key_BK[:, None],
                 query_BQ,
                 rules,
+                self._seen(block),
             )
             outputs.append(out_BQHE.flatten(0, 1))
         return torch.cat(outputs)[inverse_N]
+
+    def _seen(self, block: Block) -> Tensor | None:
+        """Return which keys are of the picture of a query, [B, Q, K]."""
+        if self._pictures_N is None:
+            return None
+        of_query_BQ = self._pictures_N[block.query_index_BQ]
+        of_key_BK = self._pictures_N[block.key_index_BK].masked_fill(~block.is_real_BK, -2)
+        return (of_query_BQ[:, :, None] == of_key_BK[:, None]) & (of_query_BQ >= 0)[:, :, None]
 
     def recur(
         self, forward: Callable[..., Tensor], hidden_1NC: Tensor, kwargs: dict[str, Any]

@@ -136,6 +136,7 @@ def masked_attention(
     age_BQK: Tensor,
     query_position_BQ: Tensor,
     rules: ScoreRules,
+    is_seen_BQK: Tensor | None = None,
 ) -> Tensor:
     """Attend in rectangles with everything that fused kernels lack.
 
@@ -147,6 +148,7 @@ def masked_attention(
         age_BQK: how many tokens each key lies before each query.
         query_position_BQ: where in its sequence each query stands.
         rules: the layer's.
+        is_seen_BQK: keys that queries see whatever mask and rules say: of their own picture.
 
     Returns:
         [B, Q, H, E]. A query that sees nothing gets zeros.
@@ -162,6 +164,8 @@ def masked_attention(
     if rules.chunk is not None:
         is_hidden_BQK |= age_BQK > query_position_BQ[:, :, None] % rules.chunk
     mask_B1QK = mask_B1QK.to(q_BHQD.dtype).masked_fill(is_hidden_BQK[:, None], -torch.inf)
+    if is_seen_BQK is not None:
+        mask_B1QK = mask_B1QK.masked_fill(is_seen_BQK[:, None], 0.0)
     scores = q_BHQD @ k_BHKD.transpose(-1, -2) * rules.scale
     if rules.softcap is not None:
         scores = rules.softcap * torch.tanh(scores / rules.softcap)

@@ -8,9 +8,11 @@ whole micro-batch and repeats few tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from areal_gym.message_types import ImageRef
 from areal_gym.utils.packed_numbers import Ints
 
 _REPEATED = 0.05
@@ -23,11 +25,18 @@ class Row:
 
     token_ids: Sequence[int]
     num_shared: int = 0
+    images: tuple[ImageRef, ...] = ()
+    """The row's pictures; siblings share those among the shared tokens."""
 
     @property
     def prompt(self) -> bytes:
-        """The shared tokens, in a form that is quickly compared."""
-        return bytes(Ints.of(self.token_ids[: self.num_shared]).raw)
+        """The shared tokens and pictures, in a form that is quickly compared.
+
+        Two prompts of equal ids with other pictures are two.
+        """
+        ids = bytes(Ints.of(self.token_ids[: self.num_shared]).raw)
+        shared = (image for image in self.images if image.start < self.num_shared)
+        return ids + b"".join(f"|{image.start}:{image.sha256}".encode() for image in shared)
 
 
 @dataclass(slots=True)
@@ -74,6 +83,29 @@ def split_by_tokens(rows: Sequence[Row], budget: int) -> list[list[int]]:
     while fewer := _fewer(bins, single, budget):
         bins = fewer
     return [sorted(each.members) for each in bins]
+
+
+def split_by_patches(
+    rows: Sequence[Row], members: Sequence[int], budget: int
+) -> list[list[int]]:
+    """Return the members of a micro-batch in parts whose distinct pictures fit into `budget`.
+
+    A picture counts its patches, or its placeholders where it has no grid. One row may have more.
+    """
+    parts: list[list[int]] = [[]]
+    costs: dict[str, int] = {}
+    for index in members:
+        own = {image.sha256: _num_patches(image) for image in rows[index].images}
+        if parts[-1] and sum((costs | own).values()) > budget:
+            parts.append([])
+            costs = {}
+        parts[-1].append(index)
+        costs |= own
+    return parts
+
+
+def _num_patches(image: ImageRef) -> int:
+    return image.length if image.grid is None else math.prod(image.grid)
 
 
 def _single_rows(rows: Sequence[Row]) -> list[_Piece]:

@@ -12,8 +12,13 @@ from areal_gym.trainer.batch.bins import Row
 from areal_gym.utils.packed_numbers import Ints
 
 
-def pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedBatch:
-    """Place rows on the flat axis: prompts, then their continuations, siblings side by side."""
+def pack(
+    rows: Sequence[Row], device: torch.device | str = "cpu", *, has_images: bool = False
+) -> PackedBatch:
+    """Place rows on the flat axis: prompts, then their continuations, siblings side by side.
+
+    With `has_images`, other rows of the update have pictures, even if these have none.
+    """
     pieces: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     num_tokens = 0
@@ -47,6 +52,9 @@ def pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedBatch
         positions_N=torch.tensor(flat_positions, dtype=torch.long, device=device),
         segments=tuple(segments),
         row_index=tuple(row_index),
+        images=tuple(row.images for row in rows)
+        if has_images or any(row.images for row in rows)
+        else None,
     )
 
 

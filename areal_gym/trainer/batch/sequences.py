@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from areal_gym.trainer.batch.rank_batches import OtherRanksTokens
-from areal_gym.types import Group, RoutedExperts, TokenSpan, Trajectory
+from areal_gym.types import Group, ImageRef, RoutedExperts, TokenSpan, Trajectory
 from areal_gym.utils.packed_numbers import Bools, Floats, Ints, PackedNumbers
 
 
@@ -52,6 +52,8 @@ class Sequence:
     """The environment's name of the state of each turn of the whole trajectory."""
     role: str = ""
     """The role that the policy played, by the task's data."""
+    images: tuple[ImageRef, ...] = ()
+    """The row's pictures; `start` counts from its beginning."""
     teacher_logprobs: Numbers[float] = ()
     """A teacher's log-probabilities, 0 on tokens that the policy did not sample; empty without a
     teacher."""
@@ -136,6 +138,11 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
         routed_experts=known
         and RoutedExperts.joined(s.routed_experts or known.unknown(len(s)) for s in sampled),
         num_prompt_tokens=lengths[0] if spans and spans[0].origin == "prompt" else 0,
+        images=tuple(
+            image.moved(start)
+            for span, start in zip(spans, itertools.accumulate(lengths, initial=0), strict=False)
+            for image in span.images
+        ),
         **facts,
     )
 
