@@ -125,8 +125,8 @@ class HFPolicy(PolicyModel):
     def _placed(self, batch: PackedBatch) -> PlacedPictures:
         if self.vision is None:
             raise ConfigError(
-                f"rows have pictures, and {_own_class(self.network).__name__} has no parts that see "
-                "them, or its checkpoint no image processor"
+                f"rows have pictures, and {_own_class(self.network).__name__} has no parts that "
+                "see them, or its checkpoint no image processor"
             )
         if self.context.size > 1:
             raise ConfigError(

@@ -70,7 +70,11 @@ def rope_positions(num_tokens: int, images: Sequence[ImageRef], merge_size: int)
         num_before = image.start - place
         positions_3T[:, place : image.start] = torch.arange(position, position + num_before)
         position += num_before
-        time, height, width = image.grid[0], image.grid[1] // merge_size, image.grid[2] // merge_size
+        time, height, width = (
+            image.grid[0],
+            image.grid[1] // merge_size,
+            image.grid[2] // merge_size,
+        )
         axes = [torch.arange(size) for size in (time, height, width)]
         place = image.start + image.length
         positions_3T[:, image.start : place] = position + torch.stack(
@@ -235,8 +239,8 @@ class HFVision:
             num_features = len(features[place_of[image.sha256]])
             if num_features != image.length:
                 raise TrainError(
-                    f"the picture {image.sha256[:12]} has {image.length} placeholders in a row, and "
-                    f"{num_features} features of this policy's tower",
+                    f"the picture {image.sha256[:12]} has {image.length} placeholders in a row, "
+                    f"and {num_features} features of this policy's tower",
                     hints=["the row was recorded with another image processor"],
                 )
             is_seen_N[image.start : image.start + image.length] = True

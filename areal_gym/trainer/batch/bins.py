@@ -85,9 +85,7 @@ def split_by_tokens(rows: Sequence[Row], budget: int) -> list[list[int]]:
     return [sorted(each.members) for each in bins]
 
 
-def split_by_patches(
-    rows: Sequence[Row], members: Sequence[int], budget: int
-) -> list[list[int]]:
+def split_by_patches(rows: Sequence[Row], members: Sequence[int], budget: int) -> list[list[int]]:
     """Return the members of a micro-batch in parts whose distinct pictures fit into `budget`.
 
     A picture counts its patches, or its placeholders where it has no grid. One row may have more.
