@@ -20,9 +20,9 @@ def weights_of(trainer):
     ("family", "settings"),
     [
         ("qwen3_vl", {"vision": "full"}),
-        ("gemma3", {"vision": "full"}),
-        ("qwen2_5_vl", {"vision": "projector"}),
-        ("qwen3_vl", {"lora": {"rank": 4}}),
+        pytest.param("gemma3", {"vision": "full"}, marks=pytest.mark.long),
+        pytest.param("qwen2_5_vl", {"vision": "projector"}, marks=pytest.mark.long),
+        pytest.param("qwen3_vl", {"lora": {"rank": 4}}, marks=pytest.mark.long),
     ],
 )
 def test_blind_rank_keeps_pace(family, settings, tmp_path):

@@ -6,7 +6,7 @@ Axes: `N` tokens of a step, `R` cache rows that decode, `B` prompts that enter t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol, Self
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError, EngineError
+from areal_gym.message_types import ImageRef
 from areal_gym.models.device import pick_device
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,6 +60,8 @@ class Step:
     prompts: Sequence[Prompt]
     families: Sequence[Family]
     """The decoding rows, grouped by shared beginnings."""
+    images: Mapping[int, tuple[ImageRef, ...]] = field(default_factory=dict)
+    """The pictures of the sequence in a cache row; of rows without any, nothing."""
 
     @property
     def positions_R(self) -> Tensor:

@@ -27,6 +27,7 @@ from areal_gym.engines.embedded.network import checkpoint_network, decoder_netwo
 from areal_gym.engines.embedded.requests import EngineStats, Request
 from areal_gym.engines.embedded.scheduler import Scheduler
 from areal_gym.errors import ConfigError, EngineError, GrammarError
+from areal_gym.message_types import ImageRef
 from areal_gym.models.backend import Backend, ModelLoader
 from areal_gym.models.tiny.decoder import Decoder
 
@@ -147,28 +148,43 @@ class EmbeddedEngine:
         self._thread = threading.Thread(target=self._run, name="areal-gym-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the policy sees pictures."""
+        return bool(getattr(self._scheduler.network, "takes_images", False))
+
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageRef] = (),
     ) -> Generation:
-        """Sample a continuation; see `Engine.generate`.
+        """Sample a continuation; see `Engine.generate` and `ImageEngine.generate`.
 
         Raises:
             EngineError: an empty prompt, one that fills the context, or the engine has stopped.
             GrammarError: there is a grammar.
         """
-        request = self._request(prompt_ids, params, session)
+        request = self._request(prompt_ids, params, session, images)
         with self._sampling([request]):
             return await self._whole(request)
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageRef] = (),
     ) -> AsyncGenerator[Piece, None]:
         """Stream tokens as they are sampled; see `StreamingEngine.stream`.
 
         Raises:
             EngineError: as `generate`.
         """
-        request = self._request(prompt_ids, params, session)
+        request = self._request(prompt_ids, params, session, images)
         request.is_streamed = True
         with self._sampling([request]):
             finish_reason = None
@@ -198,7 +214,11 @@ class EmbeddedEngine:
         return self._loop
 
     def _request(
-        self, prompt_ids: Sequence[int], params: SamplingParams, session: str | None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        session: str | None,
+        images: Sequence[ImageRef] = (),
     ) -> Request:
         self._require_running()
         room = self.max_context - len(prompt_ids)
@@ -211,8 +231,14 @@ class EmbeddedEngine:
                 "the embedded engine cannot constrain its output",
                 hints=["engines with grammars: engine.id=sglang, engine.id=vllm"],
             )
+        if images and not self.takes_images:
+            raise EngineError(
+                "the prompt has pictures, and this policy cannot see",
+                hints=["engine.model: a vision-language model of docs/vision.md"],
+            )
         return Request(
             prompt_ids=tuple(prompt_ids),
+            images=tuple(images),
             params=params,
             session=f"anonymous-{next(_anonymous)}" if session is None else session,
             max_new_tokens=min(params.max_new_tokens, room),

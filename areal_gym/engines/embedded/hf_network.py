@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from areal_gym.engines.embedded.cached_network import Step, require_same_names
+from areal_gym.engines.embedded.cached_network import Prompt, Step, require_same_names
 from areal_gym.errors import EngineError
+from areal_gym.message_types import ImageRef
 from areal_gym.models.hf.hf_loading import without_progress_bars
 from areal_gym.models.hf.hf_policy import HFPolicy
+from areal_gym.models.hf.hf_vision import PlacedPictures
 from areal_gym.models.hf.token_mixing import NAME, ScoreRules, masked_attention
 
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
@@ -48,7 +50,14 @@ class CachedHFPolicy:
         network = self.policy.network
         twin = type(network)(network.config).to(device=self.device, dtype=self.dtype)
         twin.load_state_dict(network.state_dict())
-        return CachedHFPolicy(HFPolicy(twin), num_rows=self.num_rows, max_context=self.scratch)
+        policy = HFPolicy(twin)
+        policy.vision = None if self.policy.vision is None else self.policy.vision.of(twin)
+        return CachedHFPolicy(policy, num_rows=self.num_rows, max_context=self.scratch)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the policy sees pictures."""
+        return self.policy.vision is not None
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy a full set of weights, by the checkpoint's names; all or nothing.
@@ -71,6 +80,8 @@ class CachedHFPolicy:
             raise EngineError(f"the published weights are of another model: {error}") from error
         require_same_names(report["missing_keys"], report["unexpected_keys"])
         network.load_state_dict(read.state_dict())
+        if self.policy.vision is not None:  # reading them has set the attention of all parts
+            self.policy.vision.use_own_attention()
 
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
         """Give `target` the first cached tokens of `source`; only where rows can be cut."""
@@ -94,9 +105,30 @@ class CachedHFPolicy:
     def forward(self, step: Step) -> Tensor:
         """Return float32 logits, [R + B, V]; see `CachedNetwork.forward`."""
         mixing = _CachedMixing(self, step)
-        hidden_NC = self.policy.hidden_states(step.token_ids_N, step.positions_N, mixing)
+        placed = self._placed(step) if step.images else None
+        hidden_NC = self.policy.hidden_states(step.token_ids_N, step.positions_N, mixing, placed)
         self.routed_experts = mixing.routed_experts(len(self.policy.layers))
         return self.policy.logits(hidden_NC[step.last_tokens]).float()
+
+    def _placed(self, step: Step) -> PlacedPictures:
+        """Return the pictures that enter in this step, and the positions of all its tokens."""
+        vision = self.policy.vision
+        assert vision is not None
+        refs: list[ImageRef] = []
+        positions_3N = step.positions_N.expand(3, -1).clone()
+        for row, images in step.images.items():
+            if row < step.num_decoding:
+                positions_3N[:, row] += vision.shift_behind(images)
+        for prompt, tokens in step.placed_prompts:
+            images = step.images.get(prompt.row, ())
+            row_3T = vision.positions_of(prompt.stop, images)
+            if row_3T is not None:
+                positions_3N[:, tokens] = row_3T[:, prompt.start :].to(self.device)
+            offset = tokens.start - prompt.start
+            refs += [image.moved(offset) for image in images if image.start >= prompt.start]
+        return PlacedPictures(
+            tuple(refs), positions_3N if vision.has_positions else None, pictures_N=None
+        )
 
     def cache_of(self, layer: int, k_NKD: Tensor, v_NKE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cached keys and values of a layer, which has these new ones."""
@@ -153,9 +185,26 @@ class _CachedMixing:
             cached = slice(prompt.row, prompt.row + 1), slice(0, prompt.stop)
             position_1Q = step.positions_N[None, tokens]
             outputs.append(
-                _attend(q_NHD[None, tokens], keys[cached], values[cached], position_1Q, rules)
+                _attend(
+                    q_NHD[None, tokens],
+                    keys[cached],
+                    values[cached],
+                    position_1Q,
+                    rules,
+                    self._seen(prompt),
+                )
             )
         return torch.cat([out.flatten(0, 1) for out in outputs])
+
+    def _seen(self, prompt: Prompt) -> Tensor | None:
+        """Return which keys are of the picture of a query, [1, Q, P]; None where all is causal."""
+        vision, images = self._network.policy.vision, self._step.images.get(prompt.row, ())
+        device = self._network.device
+        pictures_P = vision and vision.pictures_of(images, prompt.stop, device)
+        if pictures_P is None:
+            return None
+        of_query_Q = pictures_P[prompt.start :]
+        return ((of_query_Q[:, None] == pictures_P) & (of_query_Q >= 0)[:, None])[None]
 
     def recur(
         self, forward: Callable[..., Tensor], hidden_1NC: Tensor, kwargs: dict[str, Any]
@@ -184,11 +233,18 @@ class _CachedMixing:
 
 
 def _attend(
-    q_BQHD: Tensor, k_BPKD: Tensor, v_BPKE: Tensor, position_BQ: Tensor, rules: ScoreRules
+    q_BQHD: Tensor,
+    k_BPKD: Tensor,
+    v_BPKE: Tensor,
+    position_BQ: Tensor,
+    rules: ScoreRules,
+    is_seen_BQP: Tensor | None = None,
 ) -> Tensor:
     """Attend to cached keys at positions 0, 1, 2, ...; [B, Q, H, E]."""
     age_BQP = position_BQ[:, :, None] - torch.arange(k_BPKD.shape[1], device=k_BPKD.device)
     mask_BQP = torch.zeros(age_BQP.shape, device=k_BPKD.device).masked_fill_(
         age_BQP < 0, -torch.inf
     )
-    return masked_attention(q_BQHD, k_BPKD, v_BPKE, mask_BQP[:, None], age_BQP, position_BQ, rules)
+    return masked_attention(
+        q_BQHD, k_BPKD, v_BPKE, mask_BQP[:, None], age_BQP, position_BQ, rules, is_seen_BQP
+    )

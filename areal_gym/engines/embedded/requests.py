@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from areal_gym.engines.base import Piece, SamplingParams
 from areal_gym.engines.embedded.sampling import uniforms
-from areal_gym.types import FinishReason, RoutedExperts
+from areal_gym.types import FinishReason, ImageRef, RoutedExperts
 
 
 @dataclass(slots=True)
@@ -35,6 +35,8 @@ class Request:
     params: SamplingParams
     session: str
     max_new_tokens: int
+    images: tuple[ImageRef, ...] = ()
+    """The pictures of the prompt."""
     is_anonymous: bool = False
     """Whether the session is this turn only."""
     token_ids: list[int] = field(default_factory=list)
@@ -50,8 +52,16 @@ class Request:
     is_streamed: bool = False
     """Whether each token is delivered as soon as it is sampled."""
     num_delivered: int = 0
+    cache_keys: tuple[int, ...] = field(init=False)
+    """The prompt's ids, with a negative number for placeholders of a picture: equal keys mean equal
+    keys and values in the cache; equal ids with other pictures do not."""
 
     def __post_init__(self) -> None:
+        keys = list(self.prompt_ids) if self.images else self.prompt_ids
+        for image in self.images:
+            same = [-1 - int(image.sha256[:15], 16)] * image.length
+            keys[image.start : image.start + image.length] = same
+        self.cache_keys = tuple(keys)
         seed = self.params.seed if self.params.seed is not None else random.getrandbits(48)
         start = len(self.prompt_ids)
         self.uniforms = uniforms(seed, start, start + self.max_new_tokens).tolist()

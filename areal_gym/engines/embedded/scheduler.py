@@ -22,6 +22,7 @@ from areal_gym.engines.embedded.cached_network import CachedNetwork, Family, Pro
 from areal_gym.engines.embedded.requests import EngineStats, Request
 from areal_gym.engines.embedded.sampling import filter_logits, sample
 from areal_gym.errors import EngineError
+from areal_gym.message_types import ImageRef
 from areal_gym.types import FinishReason
 
 _MAX_SPREAD = 1.25
@@ -33,7 +34,9 @@ idle row for twenty steps."""
 class _Row:
     index: int
     tokens: list[int] = field(default_factory=list)
-    """The cached tokens, from position 0."""
+    """The cached tokens, from position 0, by their `Request.cache_keys`."""
+    images: tuple[ImageRef, ...] = ()
+    """The pictures of the sequence that is sampled."""
     session: str | None = None
     """None while the row is free; its cache may still serve siblings."""
     request: Request | None = None
@@ -156,7 +159,7 @@ class Scheduler:
             ids += prompt_ids[start:]
             positions += range(start, len(prompt_ids))
             rows += [row.index] * (len(prompt_ids) - start)
-            row.tokens += prompt_ids[start:]
+            row.tokens += row.request.cache_keys[start:]
         device = self.network.device
         step = Step(
             token_ids_N=torch.tensor(ids, device=device),
@@ -166,6 +169,7 @@ class Scheduler:
             num_keys=num_keys,
             prompts=prompts,
             families=_families(decoding),
+            images={row.index: row.images for row in [*decoding, *entering] if row.images},
         )
         logits, experts = self.network.forward(step), self.network.routed_experts
         places = [row.index for row in decoding] + [num_decoding + i for i in range(len(entering))]
@@ -191,7 +195,7 @@ class Scheduler:
             request = self._pending.popleft()
             if request.is_cancelled:
                 continue
-            prompt = request.prompt_ids
+            prompt = request.cache_keys
             row = self._by_session.get(request.session)
             # Turns of one session run one after the other; a sibling's prompt that this step
             # computes is copied in the next one.
@@ -206,6 +210,10 @@ class Scheduler:
                 self._adopt(row, request)
             # The last token is computed even if it is cached: its logits are needed.
             num_cached = min(_common_prefix(row.tokens, prompt), len(prompt) - 1)
+            for image in request.images:  # a picture is computed as a whole
+                if image.start < num_cached < image.start + image.length:
+                    num_cached = image.start
+            row.images = request.images
             if num_cached < len(row.tokens) and not self.network.can_cut:
                 num_cached = 0  # recurrent states are those of all cached tokens
             row.tokens = row.tokens[:num_cached]
@@ -223,7 +231,7 @@ class Scheduler:
 
     def _adopt(self, row: _Row, request: Request) -> None:
         """Assign a free row to the session, with a sibling's cached prompt if there is one."""
-        prompt = request.prompt_ids
+        prompt = request.cache_keys
         source = self._by_prompt.get(prompt)
         if source is not row:
             for held in [p for p, holder in self._by_prompt.items() if holder is row]:

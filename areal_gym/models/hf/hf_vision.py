@@ -187,6 +187,19 @@ class HFVision:
             return None
         return rope_positions(num_tokens, images, self._merge_size)
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether positions have three axes."""
+        return self._merge_size is not None
+
+    def shift_behind(self, images: Sequence[ImageRef]) -> int:
+        """Return how much larger a text's position is than its place behind these pictures."""
+        if self._merge_size is None:
+            return 0
+        size = self._merge_size
+        grids = [(image.grid or (1, 1, 1), image.length) for image in images]
+        return sum(max(t, h // size, w // size) - length for (t, h, w), length in grids)
+
     def pictures_of(
         self, refs: Sequence[ImageRef], num_tokens: int, device: torch.device
     ) -> Tensor | None:
