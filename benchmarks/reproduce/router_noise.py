@@ -40,6 +40,7 @@ from protocol import SMALL, KeptRuns, Row, difference, mean, parser, play
 from areal_gym.config import load_config
 from areal_gym.engines.base import Generation, Piece, SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
+from areal_gym.message_types import ImageRef
 from areal_gym.plugins import EngineSpec, PluginManager, Registry, hookimpl, set_registry
 
 _MASK = "trainer.correction.action=mask"
@@ -75,17 +76,27 @@ class NoisyEngine(EmbeddedEngine):
         return 2.0 if self.rng.random() < 0.1 else 0.02
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageRef] = (),
     ) -> Generation:
         """Sample a continuation; its log-probabilities are off."""
-        whole = await super().generate(prompt_ids, params, session=session)
+        whole = await super().generate(prompt_ids, params, session=session, images=images)
         return replace(whole, logprobs=self._off(whole.logprobs))
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageRef] = (),
     ) -> AsyncGenerator[Piece, None]:
         """Stream a continuation; its log-probabilities are off."""
-        async for piece in super().stream(prompt_ids, params, session=session):
+        async for piece in super().stream(prompt_ids, params, session=session, images=images):
             yield replace(piece, logprobs=self._off(piece.logprobs))
 
 

@@ -199,8 +199,9 @@ class _CachedMixing:
     def _seen(self, prompt: Prompt) -> Tensor | None:
         """Return which keys are of the picture of a query, [1, Q, P]; None where all is causal."""
         vision, images = self._network.policy.vision, self._step.images.get(prompt.row, ())
-        device = self._network.device
-        pictures_P = vision and vision.pictures_of(images, prompt.stop, device)
+        if vision is None:
+            return None
+        pictures_P = vision.pictures_of(images, prompt.stop, self._network.device)
         if pictures_P is None:
             return None
         of_query_Q = pictures_P[prompt.start :]

@@ -57,11 +57,13 @@ class Request:
     keys and values in the cache; equal ids with other pictures do not."""
 
     def __post_init__(self) -> None:
-        keys = list(self.prompt_ids) if self.images else self.prompt_ids
-        for image in self.images:
-            same = [-1 - int(image.sha256[:15], 16)] * image.length
-            keys[image.start : image.start + image.length] = same
-        self.cache_keys = tuple(keys)
+        self.cache_keys = self.prompt_ids
+        if self.images:
+            keys = list(self.prompt_ids)
+            for image in self.images:
+                same = [-1 - int(image.sha256[:15], 16)] * image.length
+                keys[image.start : image.start + image.length] = same
+            self.cache_keys = tuple(keys)
         seed = self.params.seed if self.params.seed is not None else random.getrandbits(48)
         start = len(self.prompt_ids)
         self.uniforms = uniforms(seed, start, start + self.max_new_tokens).tolist()
