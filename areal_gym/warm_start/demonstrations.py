@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from areal_gym.envs.arithmetic import evaluate
 from areal_gym.envs.base import StepResult, TextEnv
@@ -240,7 +241,22 @@ def _tir_demonstration(env: TextEnv, turns: Turns, demonstrator_id: str) -> Demo
 # ---- any other environment: its gold and its noop policy -------------------------------------
 
 
+_kept: WeakKeyDictionary[TextEnv, dict[tuple[str, str], Demonstration]] = WeakKeyDictionary()
+"""Demonstrations of environments with few tasks whose steps wait, by task and demonstrator."""
+
+
 def _played(env: TextEnv, action: Callable[[], str], demonstrator_id: str) -> Demonstration:
+    """Play the task, or return how it was played before: a container per episode takes its time."""
+    if not env.suspends or env.num_tasks(env.task.split) is None:
+        return _play(env, action, demonstrator_id)
+    kept = _kept.setdefault(env, {})
+    key = (env.task.id, demonstrator_id)
+    if key not in kept:
+        kept[key] = _play(env, action, demonstrator_id)
+    return kept[key]
+
+
+def _play(env: TextEnv, action: Callable[[], str], demonstrator_id: str) -> Demonstration:
     first_messages = tuple(env.messages)
     texts: list[str] = []
     steps: list[StepResult] = []

@@ -12,6 +12,7 @@ from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, require_dialect, w
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.harbor.agent_place import AgentPlace
 from areal_gym.envs.harbor.archives import pack_folders
+from areal_gym.envs.harbor.number_tasks import generated_tasks
 from areal_gym.envs.harbor.reward_files import combined, passes
 from areal_gym.envs.harbor.shell_tools import Shell
 from areal_gym.envs.harbor.step_verification import Mode, Verdict, verify
@@ -59,10 +60,11 @@ class HarborEnv(TextEnv):
     Splits: by `splits.json` beside the tasks, else by a hash of the task's id.
     Metrics: `tool_calls`, `tool_errors`, `steps` (that were verified), `left_out` (files that the
         verifier did not get), `agent_timeout` (1 where the agent's time was over).
-    Data: yours. History: v0.
+    Data: yours, or generated. History: v0.
 
     Args:
-        path: a task folder, a folder of them, or a registry.json.
+        path: a task folder, a folder of them, a registry.json, or the name of a generated family:
+            "numbers-1", "numbers-2" or "numbers-3".
         dataset: which of the registry's data sets.
         heldout: the share of tasks that is held out, where no splits.json says it.
         skip_broken: leave out tasks that cannot be used, instead of refusing all.
@@ -97,7 +99,7 @@ class HarborEnv(TextEnv):
         render_mode: str | None = None,
     ) -> None:
         source, self._tasks = task_source(
-            path, dataset=dataset, heldout=heldout, skip_broken=skip_broken
+            generated_tasks(path) or path, dataset=dataset, heldout=heldout, skip_broken=skip_broken
         )
         super().__init__(tasks=source, render_mode=render_mode)
         if verifier not in get_args(Mode):
