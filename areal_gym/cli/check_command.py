@@ -58,18 +58,28 @@ def check_command(
 
     ENV is an id (areal-gym list envs). PACKAGE is a plugin or a distribution (areal-gym plugins):
     its environments are checked, its other entry points are imported. key=value are arguments of
-    the environment. Exit code 1 if a rule is broken.
+    the environment. Exit code 1 if a rule is broken. Of harbor:PATH, each task folder is played:
+    by its solution, by doing nothing, and by cheats.
 
     With --fixtures, compare our tau2 with the benchmark's own verdicts instead:
     areal-gym check tau2 --fixtures DIR. Exit code 1 if any verdict differs.
     """
     from areal_gym.envs.checker import check_env
+    from areal_gym.envs.checker.task_folders import check_task_folders, is_of_task_folders
 
     if fixtures is not None:
         return _replay_fixtures(target, fixtures, settings, as_json=as_json)
     reports: dict[str, list[RuleResult]] = {}
     for entry in _entries(target):
-        if isinstance(entry.spec, EnvSpec):
+        if is_of_task_folders(entry.spec):
+            reports |= check_task_folders(
+                entry.spec,
+                settings,
+                num_tasks=num_tasks,
+                num_concurrent=num_concurrent,
+                started=lambda task: talk(f"checking {task}"),
+            )
+        elif isinstance(entry.spec, EnvSpec):
             talk(f"checking {entry.id}: {num_tasks} tasks per rule")
             reports[entry.id] = check_env(
                 entry.id, num_tasks=num_tasks, num_concurrent=num_concurrent, kwargs=settings

@@ -13,7 +13,7 @@ from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.errors import PluginError, UsageError
 from areal_gym.plugins import Plugin, registry
 from areal_gym.plugins.registry import as_kind
-from areal_gym.scaffold import KINDS, plan
+from areal_gym.scaffold import KINDS, Package, plan, plan_task
 from areal_gym.utils.markup import counted
 
 
@@ -83,12 +83,28 @@ def _row(plugin: Plugin) -> dict[str, Any]:
     show_default=False,
     help="The parent of the package's directory [here].",
 )
+@click.option(
+    *("--kind", "form"),
+    type=click.Choice(["package", "harbor"]),
+    default="package",
+    show_default=True,
+    help="For env: a package, or a task folder in Harbor's format.",
+)
 @common_options
-def new_command(kind: str, name: str, parent: Path) -> None:
+def new_command(kind: str, name: str, parent: Path, form: str) -> None:
     """Make the package areal-gym-NAME with a working example and its tests, for you to change.
 
     areal-gym new env dice: an environment with the id `dice` that keeps the contract.
+    areal-gym new env --kind harbor fix-words: a task folder that passes areal-gym check.
     """
+    if form == "harbor":
+        if kind != "env":
+            raise UsageError(f"--kind harbor goes with env, not with {kind}")
+        task = plan_task(name, parent)
+        task.write()
+        _say_what_was_written(task)
+        talk(f"next:  areal-gym check harbor:{task.directory}\n       {task.use}")
+        return
     package = plan(kind, name, parent)
     listed = as_kind(KINDS[kind].listed)
     for entry in registry().entries(listed):
@@ -98,11 +114,15 @@ def new_command(kind: str, name: str, parent: Path) -> None:
                 hints=[f"choose another name; names in use: areal-gym list {listed}"],
             )
     package.write()
-    for path in package.files:
-        print_data(str(package.directory / path))
+    _say_what_was_written(package)
     talk(
         f"next:  cd {package.directory}\n"
         "       pip install -e . pytest && pytest\n"
         f"       areal-gym check {package.directory.name}\n"
         f"       {package.use}"
     )
+
+
+def _say_what_was_written(package: Package) -> None:
+    for path in package.files:
+        print_data(str(package.directory / path))

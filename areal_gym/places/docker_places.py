@@ -89,7 +89,12 @@ class DockerPlaces:
         if client is None:
             return
         try:
-            await self._call(_remove_all, client, self._owner)
+            try:
+                await self._call(_remove_all, client, self._owner)
+            except SandboxError:
+                raise
+            except RuntimeError:  # the interpreter is ending, which starts no thread any more
+                _remove_all(client, self._owner)
         finally:
             self._control.shutdown(wait=False)
             self._commands.shutdown(wait=False)

@@ -88,7 +88,10 @@ class LocalPlaces:
         self._is_closed = True
         server, self._server = self._server, None
         if server is not None:
-            await asyncio.to_thread(server.close)
+            try:
+                await asyncio.to_thread(server.close)
+            except RuntimeError:  # the interpreter is ending, which starts no thread any more
+                server.close()
         self._store.close()
 
     async def _connect(self) -> LocalServer:

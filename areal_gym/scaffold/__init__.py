@@ -25,7 +25,7 @@ from areal_gym.errors import UsageError, choices
 from areal_gym.plugins import KINDS as SPECS
 from areal_gym.plugins import Spec
 
-__all__ = ["KINDS", "Kind", "Package", "plan"]
+__all__ = ["KINDS", "Kind", "Package", "plan", "plan_task"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -92,6 +92,41 @@ class Package:
             file = self.directory / path
             file.parent.mkdir(exist_ok=True)
             file.write_text(text, encoding="utf-8")
+            if file.suffix == ".sh":
+                file.chmod(0o755)
+
+
+_TASK_FILES = {
+    "task.toml": "task.toml",
+    "instruction.md": "instruction.md",
+    "README.md": "README.md",
+    "environment/Dockerfile": "Dockerfile",
+    "environment/words.py": "words.py",
+    "solution/solve.sh": "solve.sh",
+    "tests/test.sh": "test.sh",
+    "tests/grade.py": "grade.py",
+    "cheat/solve.sh": "cheat.sh",
+}
+
+
+def plan_task(name: str, parent: Path) -> Package:
+    """Plan the task folder NAME in `parent`, in Harbor's format, or raise UsageError."""
+    if not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9._-]*", name) or ".." in name:
+        raise UsageError(
+            f"{name!r} is not a valid name of a task",
+            hints=["letters, digits, dots, dashes and underscores: fix-median"],
+        )
+    files = {
+        path: Template((_TEMPLATES / f"harbor_{template}.tmpl").read_text("utf-8")).substitute(
+            name=name
+        )
+        for path, template in _TASK_FILES.items()
+    }
+    return Package(
+        directory=parent / name,
+        files=files,
+        use=f"areal-gym train --env harbor:{parent / name}",
+    )
 
 
 def plan(kind: str, name: str, parent: Path) -> Package:

@@ -98,7 +98,7 @@ def load_task(folder: str | Path) -> HarborTask:
     Raises:
         DataError: it cannot be used; the hints name each problem with its file and key.
     """
-    folder = Path(folder)
+    folder = Path(folder).resolve()  # an episode may start in another directory
     problems: list[str] = []
     if not (folder / TASK_FILE).is_file():
         raise DataError(
@@ -116,7 +116,7 @@ def load_task(folder: str | Path) -> HarborTask:
         raise DataError(f"the task {folder} has {count}: {problems[0]}", hints=problems[1:])
     return HarborTask(
         id=toml.task.name if toml.task else folder.resolve().name,
-        folder=folder.resolve(),
+        folder=folder,
         toml=toml,
         steps=tuple(steps),
         digest=digest,
