@@ -68,13 +68,30 @@ class OrpoConfig(Settings):
     """Weight of the odds ratio beside the log-probability of the chosen answer."""
 
 
-class TeacherConfig(Settings):
-    """The teacher of objective "distill": a policy with the same tokenizer."""
+class FurtherTeacherConfig(Settings):
+    """One more teacher of objective "distill"."""
 
     model: str | None = None
     """A checkpoint directory, or a run directory: its newest checkpoint."""
     url: Urls = ()
     """SGLang servers that serve the teacher; no weights are published to them."""
+    env: str | None = None
+    """The environment (of a mix) whose tasks it teaches; null teaches all."""
+    weight: float = Field(1.0, gt=0)
+    """Its weight in the mixture of the teachers of a task."""
+
+
+class TeacherConfig(FurtherTeacherConfig):
+    """The teacher of objective "distill": a policy with the same tokenizer."""
+
+    is_policy: bool = False
+    """The teacher is the policy itself, with the weights that are trained, given the hint
+    (on-policy self-distillation)."""
+    hint: str | None = None
+    """A text that the teacher alone reads, at the end of the first user message; {name} is a field
+    of the task's data, as in "The answer is {answer}."."""
+    further: tuple[FurtherTeacherConfig, ...] = ()
+    """More teachers. Where several teach a task, the teacher is their mixture, by weight."""
 
 
 def check_objective(
@@ -82,11 +99,19 @@ def check_objective(
 ) -> None:
     """Raise ValueError if the settings do not fit the objective."""
     if objective == "distill":
-        if (teacher.model is None) == (not teacher.url):
+        sources = (teacher.model is not None, bool(teacher.url), teacher.is_policy)
+        if sum(sources) != 1:
             raise ValueError(
                 "objective = 'distill' needs one teacher: teacher.model=DIR (a checkpoint, or a "
-                "run), or teacher.url=http://HOST:PORT (SGLang)"
+                "run), teacher.url=http://HOST:PORT (SGLang), or teacher.is_policy=true with a hint"
             )
+        if teacher.is_policy and teacher.hint is None:
+            raise ValueError(
+                "teacher.is_policy = true without teacher.hint: the policy would be its own "
+                "teacher and learn nothing; give a hint such as 'The answer is {answer}.'"
+            )
+        if any((one.model is None) == (not one.url) for one in teacher.further):
+            raise ValueError("each of teacher.further needs a model or a url")
         if temperature != 1:
             raise ValueError(
                 f"rollout.temperature = {temperature:g} with objective = 'distill': teachers give "

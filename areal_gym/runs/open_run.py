@@ -91,7 +91,9 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
     )
     if gpus is not None:
         gpus.share_with(engine)
-    teacher = await stack.enter_async_context(open_teacher(config, prepared.policy))
+    annotate = await stack.enter_async_context(
+        open_teacher(config, prepared.policy, trainer, renderer, components)
+    )
     settings, directory = config.trainer.weight_sync, prepared.directory.path / "weights"
     weight_sync = make_weight_sync(engine, settings, directory=directory, lora=config.trainer.lora)
     stack.push_async_callback(weight_sync.aclose)
@@ -136,7 +138,7 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
         publisher=publisher,
         evaluations=evaluations,
         make_batches=lambda: RolloutBatches(
-            prepared, setup, trainer, publisher, teacher, episode_runner, rollout_state
+            prepared, setup, trainer, publisher, annotate, episode_runner, rollout_state
         ),
         step=prepared.step,
     )

@@ -30,12 +30,13 @@ from areal_gym.utils.garbage import relax_garbage_collection
 from areal_gym.utils.statistics import rss_mb
 
 if TYPE_CHECKING:
-    from areal_gym.trainer.base import GroupTrainer, Teacher
+    from areal_gym.runs.teacher import Annotate
+    from areal_gym.trainer.base import GroupTrainer
     from areal_gym.trainer.update import WeightPublisher
 
 
 class RolloutBatches(BatchStream[Group]):
-    """Runs episodes while it is open, and hands out groups, which a `teacher` may score.
+    """Runs episodes while it is open, and hands out groups, which a teacher may `annotate`.
 
     `episode_runner` runs episodes in other processes; None runs them here. `state` is what the
     checkpoint knew of the tasks to come.
@@ -49,7 +50,7 @@ class RolloutBatches(BatchStream[Group]):
         setup: EpisodeSetup,
         trainer: GroupTrainer,
         publisher: WeightPublisher,
-        teacher: Teacher | None,
+        annotate: Annotate | None,
         episode_runner: EpisodeRunner | None,
         state: Mapping[str, Any] | None,
     ) -> None:
@@ -58,7 +59,7 @@ class RolloutBatches(BatchStream[Group]):
         self._engine = setup.engine
         self._trainer = trainer
         self._publisher = publisher
-        self._teacher = teacher
+        self._annotate = annotate
         self._first_step = prepared.step + 1
         self._open = AsyncExitStack()
         self._newest = NewestRewards()
@@ -118,11 +119,7 @@ class RolloutBatches(BatchStream[Group]):
 
     async def _next_groups(self) -> Sequence[Group]:
         groups = await self._runner.next_batch()
-        if self._teacher is None:
-            return groups
-        from areal_gym.trainer.objectives.distillation import annotate
-
-        return await annotate(groups, self._teacher)
+        return groups if self._annotate is None else await self._annotate(groups)
 
     def metrics(self, step: int, batch: Sequence[Group], row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the metrics of rollouts, engine, loggers, incidents and guard."""

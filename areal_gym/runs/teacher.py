@@ -2,46 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
+from areal_gym.runs.components import Components
+from areal_gym.trainer.base import ReferenceTrainer
+from areal_gym.types import Group, Message, Trajectory
 from areal_gym.utils.files import path_hints
 
 if TYPE_CHECKING:
-    from areal_gym.trainer.base import Teacher
+    from areal_gym.chat import Renderer
+    from areal_gym.chat.template import ToolSchemas
+    from areal_gym.config.objective_settings import FurtherTeacherConfig
+    from areal_gym.trainer.base import GroupTrainer, Teacher
+    from areal_gym.trainer.objectives.distillation import Prompts
+
+
+Annotate = Callable[[Sequence[Group]], Awaitable[Sequence[Group]]]
+"""Returns groups with the log-probabilities of a teacher."""
 
 
 @asynccontextmanager
-async def open_teacher(config: RunConfig, policy: Path) -> AsyncIterator[Teacher | None]:
-    """Load or connect to the teacher of the settings; None for other objectives.
+async def open_teacher(
+    config: RunConfig,
+    policy: Path,
+    trainer: GroupTrainer,
+    renderer: Renderer,
+    components: Components,
+) -> AsyncIterator[Annotate | None]:
+    """Load or connect to the teachers of the settings; None for other objectives.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it has another vocabulary.
+        ConfigError: there is no such checkpoint, it has another vocabulary, or the trainer cannot
+            be its own teacher.
         EngineError: its servers do not answer.
     """
     if config.objective != "distill":
         yield None
         return
+    from areal_gym.trainer.objectives.distillation import (
+        PolicyTeacher,
+        TeacherMixture,
+        annotate,
+    )
+
+    schemas = [tool.schema() for tool in components.make_env().tools]
+    prompts = hinted_prompts(config.teacher.hint, renderer, schemas)
+    async with AsyncExitStack() as stack:
+        teachers: list[tuple[Teacher, float, str | None]] = []
+        for one in (config.teacher, *config.teacher.further):
+            teacher: Teacher
+            if one is config.teacher and config.teacher.is_policy:
+                if not isinstance(trainer, ReferenceTrainer):
+                    raise ConfigError(
+                        f"teacher.is_policy = true: {type(trainer).__name__} cannot score at "
+                        "temperature 1",
+                        hints=["it needs the method score_at (docs/plugins.md)"],
+                    )
+                teacher = PolicyTeacher(trainer)
+            else:
+                teacher = await stack.enter_async_context(_open_one(config, one, policy))
+            teachers.append((teacher, one.weight, one.env))
+        is_alone = len(teachers) == 1 and config.teacher.env is None
+        asked = teachers[0][0] if is_alone else TeacherMixture(teachers)
+
+        async def with_teacher(groups: Sequence[Group]) -> Sequence[Group]:
+            return await annotate(groups, asked, prompts)
+
+        yield with_teacher
+
+
+@asynccontextmanager
+async def _open_one(
+    config: RunConfig, settings: FurtherTeacherConfig, policy: Path
+) -> AsyncIterator[Teacher]:
     from areal_gym.models.backend import ModelLoader
     from areal_gym.models.device import pick_device
     from areal_gym.trainer.objectives.distillation import LocalTeacher, RemoteTeacher
 
-    if config.teacher.model is None:
-        url, max_context = config.teacher.url, config.engine.max_context
-        settings = EngineConfig(id="sglang", url=url, max_context=max_context)
-        engine = registry().load("engines", "sglang").from_settings(policy, settings)
+    if settings.model is None:
+        url, max_context = settings.url, config.engine.max_context
+        served = EngineConfig(id="sglang", url=url, max_context=max_context)
+        engine = registry().load("engines", "sglang").from_settings(policy, served)
         try:
             await engine.start()
             yield RemoteTeacher(engine)
         finally:
             await engine.aclose()
         return
-    directory = _checkpoint_of(Path(config.teacher.model))
+    directory = _checkpoint_of(Path(settings.model))
     _require_same_tokenizer(directory, policy)
     trainer, model = config.trainer, config.model
     loader = ModelLoader(backend=model.backend, trusts_code=model.trust_remote_code)
@@ -54,6 +108,43 @@ async def open_teacher(config: RunConfig, policy: Path) -> AsyncIterator[Teacher
         yield teacher
     finally:
         teacher.close()
+
+
+def hinted_prompts(hint: str | None, renderer: Renderer, tools: ToolSchemas) -> Prompts | None:
+    """Return what gives a trajectory's first prompt without and with the hint; None without one.
+
+    The hint stands at the end of the first user message, after an empty line.
+    """
+    if hint is None:
+        return None
+
+    def prompts(trajectory: Trajectory) -> tuple[Sequence[int], Sequence[int]]:
+        data = trajectory.task.data
+        own = data["task"]["data"] if isinstance(data.get("task"), Mapping) else data
+        try:
+            text = hint.format(**own)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigError(
+                f"teacher.hint = {hint!r} does not fit the task {trajectory.task.id}: {error!r}",
+                hints=[f"its data has: {', '.join(map(str, own)) or 'nothing'}"],
+            ) from error
+        answers = (i for i, m in enumerate(trajectory.messages) if m["role"] == "assistant")
+        first = list(trajectory.messages[: next(answers, len(trajectory.messages))])
+        place = next((i for i, m in enumerate(first) if m["role"] == "user"), None)
+        if place is None:
+            raise ConfigError("teacher.hint needs a user message that it can stand in")
+        plain = renderer.first_ids(first, tools)
+        first[place] = _with_text(first[place], text)
+        return plain, renderer.first_ids(first, tools)
+
+    return prompts
+
+
+def _with_text(message: Message, text: str) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": f"{content}\n\n{text}"}
+    return {**message, "content": [*content, {"type": "text", "text": f"\n\n{text}"}]}
 
 
 def _checkpoint_of(directory: Path) -> Path:

@@ -9,18 +9,20 @@ replayed without its teacher.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from areal_gym.errors import EngineError, TrainError
+from areal_gym.errors import ConfigError, EngineError, TrainError
 from areal_gym.models.policy_model import PolicyModel
-from areal_gym.trainer.base import Teacher
+from areal_gym.trainer.base import ReferenceTrainer, Teacher
 from areal_gym.trainer.batch.examples import TokenRow, placed_micro_batches
+from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.update import TrainerThread
@@ -102,19 +104,113 @@ class RemoteTeacher:
         return list(compress(scores, row.mask[1:]))
 
 
-async def annotate(groups: Sequence[Group], teacher: Teacher) -> list[Group]:
+class PolicyTeacher:
+    """The policy in training as a teacher: it scores with the weights that it has now.
+
+    By itself it would teach nothing; what it knows more is in a hint (`annotate`).
+    """
+
+    def __init__(self, trainer: ReferenceTrainer) -> None:
+        self._trainer = trainer
+
+    async def score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
+        """Return the log-probabilities, at temperature 1, of the marked tokens of each row."""
+        sequences = [
+            TokenSequence(
+                token_ids=row.token_ids,
+                loss_mask=row.mask,
+                old_logprobs=[0.0] * len(row.token_ids),
+                versions=[0] * len(row.token_ids),
+                num_prompt_tokens=row.num_shared,
+            )
+            for row in rows
+        ]
+        scores = await asyncio.to_thread(self._trainer.score_at, sequences, 1.0)
+        return [score.tolist() for score in scores]
+
+
+class TeacherMixture:
+    """Several teachers: log sum_i w_i p_i(y_t), the weights of a task's teachers adding up to 1.
+
+    Each teacher comes with its weight and the environment whose tasks it teaches, None for all. A
+    mixture of distributions is one, so that the advantage `distill` stays a divergence from it.
+    """
+
+    def __init__(self, teachers: Sequence[tuple[Teacher, float, str | None]]) -> None:
+        self._teachers = teachers
+
+    async def score_tasks(
+        self, rows: Sequence[TokenRow], env_ids: Sequence[str]
+    ) -> list[list[float]]:
+        """Return the mixture's log-probabilities of the marked tokens of each row.
+
+        Raises:
+            ConfigError: an environment has no teacher.
+        """
+        parts: list[list[tuple[float, np.ndarray[Any, Any]]]] = [[] for _ in rows]
+
+        async def ask(teacher: Teacher, weight: float, env: str | None) -> None:
+            mine = [i for i, env_id in enumerate(env_ids) if env in (None, env_id)]
+            for i, score in zip(mine, await teacher.score([rows[i] for i in mine]), strict=True):
+                parts[i].append((weight, np.asarray(score)))
+
+        await asyncio.gather(*(ask(*one) for one in self._teachers))
+        for env_id, scores in zip(env_ids, parts, strict=True):
+            if not scores:
+                raise ConfigError(
+                    f"no teacher teaches the tasks of {env_id!r}",
+                    hints=["a teacher without env teaches all of them"],
+                )
+        return [_log_mixture(scores) for scores in parts]
+
+
+def _log_mixture(scores: Sequence[tuple[float, np.ndarray[Any, Any]]]) -> list[float]:
+    total = sum(weight for weight, _ in scores)
+    logs = [math.log(weight / total) + score for weight, score in scores]
+    mixed: list[float] = np.logaddexp.reduce(logs).tolist()
+    return mixed
+
+
+Prompts = Callable[[Trajectory], tuple[Sequence[int], Sequence[int]]]
+"""Returns the tokens of a trajectory's first prompt, and those of the prompt with a hint."""
+
+
+async def annotate(
+    groups: Sequence[Group], teacher: Teacher | TeacherMixture, prompts: Prompts | None = None
+) -> list[Group]:
     """Return the groups with the teacher's log-probabilities in the policy's spans.
 
+    `prompts` gives the teacher a privileged prompt: it scores the same tokens after a prompt that
+    has a hint (on-policy self-distillation; Shenfeld et al. 2026, SDFT). Branches whose first
+    prompt is another one, because the agent has rewritten the history, are scored as they are.
+
     Raises:
+        ConfigError: the hint or the teachers do not fit the tasks.
         EngineError: a remote teacher could not be asked.
         TrainError: it gave numbers that are no log-probabilities.
     """
+    played = [trajectory for group in groups for trajectory in group]
+    sequences = [row for row in sequences_of(groups) if row.num_trainable]
     rows = [
         TokenRow(token_ids=row.token_ids, mask=row.loss_mask, num_shared=row.num_prompt_tokens)
-        for row in sequences_of(groups)
-        if row.num_trainable
+        for row in sequences
     ]
-    scores = np.concatenate([np.zeros(0), *map(np.asarray, await teacher.score(rows))])
+    owners = [played[row.trajectory_id] for row in sequences]
+    if prompts is not None:
+        plain = rows
+        rows = [_with_hint(row, *prompts(t)) for row, t in zip(rows, owners, strict=True)]
+        if plain and all(a is b for a, b in zip(plain, rows, strict=True)):
+            raise ConfigError(
+                "the teacher's hint fits no prompt of the batch: the agent writes other first "
+                "messages than the episode records",
+                hints=["self-distillation with teacher.hint is for agent.id=chat"],
+            )
+    answers = (
+        await teacher.score_tasks(rows, [_env_of(trajectory) for trajectory in owners])
+        if isinstance(teacher, TeacherMixture)
+        else await teacher.score(rows)
+    )
+    scores = np.concatenate([np.zeros(0), *map(np.asarray, answers)])
     if not ((scores > -1e6) & (scores <= 1e-3)).all():
         raise TrainError(
             "the teacher gives log-probabilities that are none, of tokens that the policy samples",
@@ -133,3 +229,20 @@ async def annotate(groups: Sequence[Group], teacher: Teacher) -> list[Group]:
         return replace(trajectory, spans=tuple(map(with_teacher, trajectory.spans)))
 
     return [replace(g, trajectories=tuple(map(annotated, g))) for g in groups]
+
+
+def _with_hint(row: TokenRow, prompt: Sequence[int], hinted: Sequence[int]) -> TokenRow:
+    """Return the row with the hinted prompt, if it begins with the plain one."""
+    size = len(prompt)
+    if list(row.token_ids[:size]) != list(prompt) or any(row.mask[:size]):
+        return row
+    return TokenRow(
+        token_ids=[*hinted, *row.token_ids[size:]],
+        mask=[*(False,) * len(hinted), *row.mask[size:]],
+        num_shared=len(hinted) if row.num_shared == size else 0,
+    )
+
+
+def _env_of(trajectory: Trajectory) -> str:
+    """Return the environment that the task is of, which in a mix is one of several."""
+    return str(trajectory.task.data.get("env", trajectory.env_id))
