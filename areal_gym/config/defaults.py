@@ -62,7 +62,7 @@ def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
     env, agent, trainer, rollout = (tree.get(section, {}) for section in sections)
     filled = dict(tree)
     if isinstance(trainer, Mapping):
-        own_defaults = _DISTILLATION if objective == "distill" else {}
+        own_defaults = _distillation(tree.get("teacher")) if objective == "distill" else {}
         filled["trainer"] = fill_in_trainer(merged(own_defaults, trainer))
     if isinstance(env, Mapping) and env.get("id") == ONLINE and isinstance(agent, Mapping):
         filled["agent"] = {"id": ONLINE, **agent}
@@ -72,6 +72,16 @@ def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
     if algorithm in PRESETS and isinstance(rollout, Mapping):
         filled["rollout"] = {"filters": PRESETS[algorithm].filters, **rollout}
     return filled
+
+
+def _distillation(teacher: object) -> dict[str, Any]:
+    """Return the defaults of objective distill, whose advantage is that of sampled tokens."""
+    if isinstance(teacher, Mapping):
+        divergence = teacher.get("divergence", "sampled")
+    else:
+        divergence = getattr(teacher, "divergence", "sampled")
+    own = {} if divergence == "sampled" else {"advantage": "reinforce"}
+    return _DISTILLATION | own
 
 
 def fill_in_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:

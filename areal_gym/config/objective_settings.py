@@ -90,6 +90,13 @@ class TeacherConfig(FurtherTeacherConfig):
     hint: str | None = None
     """A text that the teacher alone reads, at the end of the first user message; {name} is a field
     of the task's data, as in "The answer is {answer}."."""
+    divergence: Literal["sampled", "reverse", "forward"] = "sampled"
+    """"sampled": the log-ratio of each sampled token is its advantage; "reverse" and "forward": the
+    KL divergence over the vocabulary, of or from the policy, is the loss. These two take
+    teacher.model."""
+    top_k: int | None = Field(None, ge=1)
+    """With "reverse" or "forward": the KL divergence over this many of the likeliest tokens; null
+    takes the whole vocabulary."""
     further: tuple[FurtherTeacherConfig, ...] = ()
     """More teachers. Where several teach a task, the teacher is their mixture, by weight."""
 
@@ -109,6 +116,15 @@ def check_objective(
             raise ValueError(
                 "teacher.is_policy = true without teacher.hint: the policy would be its own "
                 "teacher and learn nothing; give a hint such as 'The answer is {answer}.'"
+            )
+        if teacher.divergence == "sampled" and teacher.top_k is not None:
+            raise ValueError("teacher.top_k is for teacher.divergence=reverse or forward")
+        others = (teacher.model is None, teacher.hint is not None, bool(teacher.further))
+        if teacher.divergence != "sampled" and any(others):
+            raise ValueError(
+                f"teacher.divergence = {teacher.divergence!r} needs the teacher's whole "
+                "distributions, which only teacher.model=DIR has, alone and without a hint; use "
+                "teacher.divergence=sampled"
             )
         if any((one.model is None) == (not one.url) for one in teacher.further):
             raise ValueError("each of teacher.further needs a model or a url")

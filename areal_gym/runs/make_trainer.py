@@ -11,6 +11,7 @@ from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
+from areal_gym.runs.teacher import vocabulary_teacher
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,8 @@ def make_trainer(
     loss = plugins.load("losses", settings.loss)
     try_loss(loss, settings)
     trainer_class: Callable[..., GroupTrainer] = plugins.load("trainers", settings.id)
+    teacher = vocabulary_teacher(config, initial or policy)
+    further: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
     return _placed(
         *(config, cluster, trainer_class, policy, initial or policy, profiles),
         advantage=plugins.load("advantages", settings.advantage),
@@ -51,6 +54,7 @@ def make_trainer(
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         reference=(initial or policy).absolute(),
+        **further,
     )
 
 

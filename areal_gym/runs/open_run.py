@@ -91,9 +91,7 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
     )
     if gpus is not None:
         gpus.share_with(engine)
-    annotate = await stack.enter_async_context(
-        open_teacher(config, prepared.policy, trainer, renderer, components)
-    )
+    annotate = await stack.enter_async_context(open_teacher(prepared, trainer, renderer))
     settings, directory = config.trainer.weight_sync, prepared.directory.path / "weights"
     weight_sync = make_weight_sync(engine, settings, directory=directory, lora=config.trainer.lora)
     stack.push_async_callback(weight_sync.aclose)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
-from areal_gym.runs.components import Components
 from areal_gym.trainer.base import ReferenceTrainer
 from areal_gym.types import Group, Message, Trajectory
 from areal_gym.utils.files import path_hints
@@ -19,8 +18,10 @@ if TYPE_CHECKING:
     from areal_gym.chat import Renderer
     from areal_gym.chat.template import ToolSchemas
     from areal_gym.config.objective_settings import FurtherTeacherConfig
+    from areal_gym.runs.preparation import PreparedRun
     from areal_gym.trainer.base import GroupTrainer, Teacher
     from areal_gym.trainer.objectives.distillation import Prompts
+    from areal_gym.trainer.teacher_divergence import VocabularyTeacher
 
 
 Annotate = Callable[[Sequence[Group]], Awaitable[Sequence[Group]]]
@@ -29,11 +30,7 @@ Annotate = Callable[[Sequence[Group]], Awaitable[Sequence[Group]]]
 
 @asynccontextmanager
 async def open_teacher(
-    config: RunConfig,
-    policy: Path,
-    trainer: GroupTrainer,
-    renderer: Renderer,
-    components: Components,
+    prepared: PreparedRun, trainer: GroupTrainer, renderer: Renderer
 ) -> AsyncIterator[Annotate | None]:
     """Load or connect to the teachers of the settings; None for other objectives.
 
@@ -42,8 +39,9 @@ async def open_teacher(
             be its own teacher.
         EngineError: its servers do not answer.
     """
-    if config.objective != "distill":
-        yield None
+    config, policy, components = prepared.config, prepared.policy, prepared.components
+    if config.objective != "distill" or config.teacher.divergence != "sampled":
+        yield None  # the trainer itself has a teacher of whole distributions
         return
     from areal_gym.trainer.objectives.distillation import (
         PolicyTeacher,
@@ -51,6 +49,7 @@ async def open_teacher(
         annotate,
     )
 
+    assert components is not None
     schemas = [tool.schema() for tool in components.make_env().tools]
     prompts = hinted_prompts(config.teacher.hint, renderer, schemas)
     async with AsyncExitStack() as stack:
@@ -108,6 +107,25 @@ async def _open_one(
         yield teacher
     finally:
         teacher.close()
+
+
+def vocabulary_teacher(config: RunConfig, policy: Path) -> VocabularyTeacher | None:
+    """Return the teacher that the trainer needs for a divergence over the vocabulary, if any.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it has another vocabulary.
+    """
+    settings = config.teacher
+    if config.objective != "distill" or settings.divergence == "sampled":
+        return None
+    from areal_gym.trainer.teacher_divergence import VocabularyTeacher
+
+    assert settings.model is not None
+    directory = _checkpoint_of(Path(settings.model))
+    _require_same_tokenizer(directory, policy)
+    return VocabularyTeacher(
+        directory=directory.absolute(), direction=settings.divergence, top_k=settings.top_k
+    )
 
 
 def hinted_prompts(hint: str | None, renderer: Renderer, tools: ToolSchemas) -> Prompts | None:

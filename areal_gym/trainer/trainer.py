@@ -61,6 +61,7 @@ from areal_gym.trainer.states import below, prefixed, room_for_moments
 from areal_gym.trainer.step_advantages import StepAdvantages
 from areal_gym.trainer.step_profiler import profiled
 from areal_gym.trainer.step_stats import Step, StepStats, expert_metrics, router_agreement
+from areal_gym.trainer.teacher_divergence import TeacherDivergence, VocabularyTeacher
 from areal_gym.types import Group
 from areal_gym.utils.packed_numbers import Floats
 
@@ -78,6 +79,7 @@ class Trainer(PolicyTrainer):
         max_new_tokens: of a turn: the divisor of `aggregation: constant_length`, and the end of the
             overlong penalty.
         reference: checkpoint directory of the frozen policy of `kl`.
+        teacher: the teacher whose whole distributions are learned, in place of rewards.
         ranks: this process among those that train the policy.
 
     Raises:
@@ -95,6 +97,7 @@ class Trainer(PolicyTrainer):
         temperature: float = 1.0,
         max_new_tokens: int = 1,
         reference: Path | None = None,
+        teacher: VocabularyTeacher | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         super().__init__(decoder, config, ranks)
@@ -121,6 +124,10 @@ class Trainer(PolicyTrainer):
                     hints=["Trainer(..., reference=DIRECTORY)", "or trainer.kl.coefficient=0"],
                 )
             self._reference = self._frozen(reference)
+        self._divergence: TeacherDivergence | None = None
+        if teacher is not None:
+            frozen = self._frozen(teacher.directory)
+            self._divergence = TeacherDivergence(frozen, teacher.direction, teacher.top_k)
         self._prepare_training()
         decoder.replays_experts = config.routing_replay
         self._engine_rounds = False
@@ -345,6 +352,12 @@ class Trainer(PolicyTrainer):
             scores.logprobs, step.columns, indexes, proximal=proximal, version=step.version
         )
         metrics = {**output.metrics, "entropy": scores.entropy}
+        loss_T = output.loss
+        if self._divergence is not None:
+            masks = [row.loss_mask for row in rows]
+            with autocast(self._device, self.config):
+                loss_T = self._divergence(self.decoder, batch, masks, scores.hidden)
+            metrics["kl_teacher"] = loss_T.detach()
         if self._critic is not None and "returns" in step.columns:
             with autocast(self._device, self.config):
                 values_T = (
@@ -358,4 +371,4 @@ class Trainer(PolicyTrainer):
                 step.columns.take("returns", indexes),
                 clip=self.config.critic.clip,
             )
-        return scores, output.loss - bonus * scores.entropy, metrics
+        return scores, loss_T - bonus * scores.entropy, metrics

@@ -11,7 +11,9 @@ import torch
 
 from areal_gym.config import TrainerConfig, load_config
 from areal_gym.errors import ConfigError
+from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.runs.teacher import hinted_prompts
+from areal_gym.trainer.algorithms.advantages import reinforce
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.algorithms.token_advantages import distill
 from areal_gym.trainer.objectives.distillation import (
@@ -20,6 +22,7 @@ from areal_gym.trainer.objectives.distillation import (
     TeacherMixture,
     annotate,
 )
+from areal_gym.trainer.teacher_divergence import VocabularyTeacher, vocabulary_kl
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Task
 from tests._support.plain_attention import causal_attend
@@ -149,9 +152,66 @@ def test_hint_is_written_at_the_end_of_the_first_user_message():
         (["teacher.is_policy=true"], "learn nothing"),
         (["teacher.is_policy=true", "teacher.hint=x", "teacher.model=a"], "needs one teacher"),
         (["teacher.model=a", "teacher.further=[{weight: 2}]"], "needs a model or a url"),
+        (["teacher.model=a", "teacher.top_k=3"], "reverse or forward"),
+        (["teacher.model=a", "teacher.divergence=reverse", "teacher.hint=x"], "whole"),
+        (["teacher.url=http://x:1", "teacher.divergence=forward"], "whole"),
         ([], "needs one teacher"),
     ],
 )
 def test_settings_of_teachers_that_do_not_fit_are_refused(overrides, reason):
     with pytest.raises(ConfigError, match=reason):
         load_config(overrides=["objective=distill", *overrides])
+
+
+# ---- whole distributions ---------------------------------------------------------------------
+
+
+def test_vocabulary_kl_by_hand():
+    student = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    teacher = torch.tensor([[0.7, 0.2, 0.1]]).log()
+    terms = {
+        "forward": [0.7 * math.log(0.7 / 0.5), 0.2 * math.log(0.2 / 0.3), 0.1 * math.log(0.5)],
+        "reverse": [0.5 * math.log(0.5 / 0.7), 0.3 * math.log(0.3 / 0.2), 0.2 * math.log(2.0)],
+    }
+    for direction, parts in terms.items():
+        for top_k in (1, 2, None):
+            kl_T = vocabulary_kl(student, teacher, direction=direction, top_k=top_k)
+            assert kl_T.tolist() == pytest.approx([sum(parts[:top_k])], abs=1e-6)
+    assert vocabulary_kl(student, teacher, direction="forward", top_k=9).item() > 0
+
+
+def learned_from_whole_distributions(tmp_path, groups, **teacher) -> tuple[Trainer, list[float]]:
+    directory = save_checkpoint(tiny_decoder(7), tmp_path / "teacher")
+    trainer = Trainer(
+        tiny_decoder(),
+        TrainerConfig(advantage="reinforce", lr=3e-3, tokens_per_microbatch=64),
+        advantage=reinforce,
+        loss=ppo_clip,
+        teacher=VocabularyTeacher(directory=directory, **teacher),
+    )
+    divergences = [trainer.step(groups, version=0)["train/kl_teacher"] for _ in range(12)]
+    return trainer, divergences
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("top_k", [None, 20])
+def test_student_approaches_the_whole_distribution_of_its_teacher(tmp_path, direction, top_k):
+    groups = batch(num_groups=2)
+    _, found = learned_from_whole_distributions(tmp_path, groups, direction=direction, top_k=top_k)
+    assert found[-1] < 0.7 * found[0]
+    if top_k is None:
+        student, teacher = tiny_decoder(), tiny_decoder(7)
+        expected = []
+        for group in groups:
+            for trajectory in group:
+                ids = torch.tensor(trajectory.token_ids)
+                logs = []
+                for decoder in (student, teacher):
+                    with torch.no_grad():
+                        hidden = decoder.hidden_states(
+                            ids, torch.arange(len(ids)), causal_attend([len(ids)])
+                        )
+                        logs.append((hidden @ decoder.lm_head_weight.T).log_softmax(-1))
+                p, q = logs if direction == "reverse" else logs[::-1]
+                expected += sampled(trajectory, (p.exp() * (p - q)).sum(-1).tolist()[:-1])
+        assert found[0] == pytest.approx(sum(expected) / len(expected), rel=1e-4)
