@@ -12,6 +12,7 @@ spread   of those accuracies
 reward   of the last three steps
 up       seeds that ended above the warm start
 CPU-s    of one run, its evaluations and its worker process included
+step     CPU seconds of the trainer's step on one batch, grpo's being 1 (`preset_costs.py`)
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ import resource
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from preset_costs import step_costs
 
 from areal_gym.config import RunConfig, load_config
 from areal_gym.config.algorithm_settings import PRESETS
@@ -110,12 +114,14 @@ def _cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]], costs: Mapping[str, float]) -> str:
     """One row per preset, as Markdown."""
     envs = list(dict.fromkeys(r["env"] for r in results))
     columns = ["reward", "after", "spread", "up", "CPU-s"]
-    lines = ["| preset | " + " | ".join(f"{env}: {c}" for env in envs for c in columns) + " |"]
-    lines.append("|---" * (1 + len(envs) * len(columns)) + "|")
+    lines = [
+        "| preset | " + " | ".join(f"{env}: {c}" for env in envs for c in columns) + " | step |"
+    ]
+    lines.append("|---" * (2 + len(envs) * len(columns)) + "|")
     for name in dict.fromkeys(r["preset"] for r in results):
         cells = [f"`{name}`"]
         for env in envs:
@@ -128,7 +134,7 @@ def table(results: list[dict[str, Any]]) -> str:
                 f"{sum(r['after'] > r['before'] for r in rows)}/{len(rows)}",
                 f"{statistics.fmean(r['cpu_s'] for r in rows):.0f}",
             ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append("| " + " | ".join([*cells, f"{costs[name]:.2f}"]) + " |")
     before = (statistics.fmean(r["before"] for r in results if r["env"] == env) for env in envs)
     shown = ", ".join(f"{env} {value:.2f}" for env, value in zip(envs, before, strict=True))
     return "\n".join([*lines, "", f"Held-out accuracy before training: {shown}."])
@@ -152,7 +158,11 @@ def main() -> None:
                 found = run(env, name, seed, options.steps, options.staleness, policy)
                 results.append(found)
                 print(json.dumps(found), file=sys.stderr, flush=True)
-    print(json.dumps(results) if options.json else table(results))
+    costs = step_costs(options.only.split(","))
+    if options.json:
+        print(json.dumps({"runs": results, "step": costs}))
+    else:
+        print(table(results, costs))
 
 
 if __name__ == "__main__":

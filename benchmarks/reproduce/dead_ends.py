@@ -105,7 +105,7 @@ def settings(*overrides: str) -> RunConfig:
             *SMALL,
             f"env.id={Path(__file__).resolve()}:DeadEnds",
             "rollout.max_new_tokens=16",
-            *("trainer.lr=1e-4", "trainer.muon_lr=1e-3", "trainer.save_every=0"),
+            *("trainer.lr=3e-4", "trainer.muon_lr=3e-3", "trainer.save_every=0"),
             "eval.num_tasks=128",
             *overrides,
         ]
