@@ -50,6 +50,10 @@ KINDS: Mapping[str, Kind] = {
         *("agents", "plain dialogue, and a second look before the first answer"),
         "train --env tir --agent $name",
     ),
+    "engine": Kind(
+        *("engines", "transformers in this process, a token at a time"),
+        *("train --env tir --engine $name", "areal-gym[train]"),
+    ),
     "loss": Kind(
         *("losses", "the policy gradient with truncated importance weights"),
         *("train --env tir trainer.loss=$name", "areal-gym[train]"),
