@@ -242,7 +242,6 @@ def main() -> None:
         )
         return
     print(f"{options.engine}, {PROMPT_TOKENS} tokens of prompt, {options.tokens} new ones")
-    print(f"{options.engine}, {PROMPT_TOKENS} tokens of prompt, {options.tokens} new ones")
     heads = ("in flight", "raw/s", "engine/s", "ratio", "by CPU", "client", "server", "added")
     print("".join(f"{head:>10}" for head in heads))
     for row in rows:

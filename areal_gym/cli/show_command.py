@@ -92,7 +92,7 @@ def _card(entry: Entry) -> dict[str, Any]:
     if entry.missing:
         return card
     target = entry.load()
-    card["description"] = inspect.getdoc(target) or ""
+    card["description"] = _description(target)
     card["arguments"] = _arguments(entry, target)
     if isinstance(entry.spec, BenchmarkSpec):
         return card | _benchmark_facts(target)
@@ -106,6 +106,18 @@ def _card(entry: Entry) -> dict[str, Any]:
         except GymError as error:
             card["sample_error"] = str(error)
     return card
+
+
+def _description(target: Any) -> str:
+    """Return the docstring; a class that inherits its arguments has their lines, too."""
+    own = inspect.getdoc(target) or ""
+    maker = next(
+        (base for base in getattr(target, "__mro__", ()) if "__init__" in vars(base)), None
+    )
+    _, _, arguments = (inspect.getdoc(maker) or "").partition("\nArgs:\n")
+    if maker in (None, target) or not arguments or "\nArgs:\n" in own:
+        return own
+    return f"{own}\n\nArgs:\n{arguments}"
 
 
 def _benchmark_facts(benchmark: Benchmark) -> dict[str, Any]:

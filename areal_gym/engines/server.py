@@ -29,7 +29,7 @@ from areal_gym.version import __version__
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _PROMPT_MARGIN = 6
-"""SGLang's limit for prompts is its context less this many tokens."""
+"""SGLang's prompts must be shorter than its context less this many tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -273,7 +273,7 @@ class EngineServer:
 
     def _check_length(self, num_prompt: int, num_new: int) -> None:
         context = self.engine.max_context
-        if num_prompt > context - _PROMPT_MARGIN:
+        if num_prompt >= context - _PROMPT_MARGIN:
             raise ValueError(
                 f"Input length ({num_prompt} tokens) exceeds the maximum allowed length "
                 f"({context - _PROMPT_MARGIN} tokens)."

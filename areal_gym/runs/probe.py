@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from areal_gym.chat import Renderer
 from areal_gym.config import RunConfig
 from areal_gym.engines.base import Engine, Generation, SamplingParams
+from areal_gym.engines.servers.server_engine import ServerEngine
 from areal_gym.errors import ConfigError, EnvError, EpisodeError
 from areal_gym.plugins import registry
 from areal_gym.recording import derive_seed
@@ -142,19 +143,22 @@ async def measure_gap(
             hints=["look for the cause with: areal-gym check ENV"],
         ) from failures[0]
     if not rows:
-        raise _no_room(config, lengths, engine.max_context)
+        raise _no_room(config, lengths, engine)
     _require_experts(rows, config)
     if before_scoring is not None:
         await before_scoring()
     return _gap(rows, await asyncio.to_thread(trainer.score, rows))
 
 
-def _no_room(config: RunConfig, lengths: Sequence[int], max_context: int) -> ConfigError:
+def _no_room(config: RunConfig, lengths: Sequence[int], engine: Engine) -> ConfigError:
+    more = f"give them room: engine.max_context={2 * max(lengths)}, if the model has as much"
+    if isinstance(engine, ServerEngine) and engine.max_context < config.engine.max_context:
+        more = engine.context_hint
     return ConfigError(
         f"the first prompts in {config.env.id} have {min(lengths)} to {max(lengths)} tokens, "
-        f"and a sequence may have {max_context}, what is sampled included",
+        f"and a sequence may have {engine.max_context}, what is sampled included",
         hints=[
-            f"give them room: engine.max_context={2 * max(lengths)}, if the model has as much",
+            more,
             "or take an environment, or arguments of it, with shorter prompts",
         ],
     )

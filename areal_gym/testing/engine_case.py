@@ -59,6 +59,9 @@ class EngineAbilities:
     """It tells the experts of each token of a mixture."""
     weight_syncs: tuple[str, ...] = ()
     """Ids of the weight syncs that bring it weights, such as "in-process", "disk" or "lora"."""
+    partial_adapters: bool = True
+    """A LoRA adapter may have one of the matrices that are computed together, such as `q_proj`
+    without `v_proj`; otherwise it is refused."""
     updates_in_flight: bool = True
     """Requests go on with new weights, and their tokens carry both versions."""
     recomputes_caches: bool = True

@@ -146,11 +146,19 @@ async def check_adapters(case: EngineCase) -> None:
     """Check a LoRA adapter: its answers are those of the merged weights."""
     if "lora" not in case.abilities.weight_syncs:
         return
-    adapter, changes = _make_adapter(case.weights(case.policies.first))
-    merged = ReferencePolicy(case.policies.first)
-    merged.add_to_weights(changes)
+    weights = case.weights(case.policies.first)
+    matrices = ["q_proj", "down_proj"]
     async with case.engine() as engine, case.weight_sync(engine, "lora") as sync:
         version = engine.policy_version + 1
+        if not case.abilities.partial_adapters:
+            adapter, _ = _make_adapter(weights, matrices)
+            with must_refuse("an adapter of q_proj without v_proj, which is not declared,"):
+                await case.wait(sync.publish(adapter, version), "publishing an adapter")
+            await _check_weights(case, engine, case.policies.first, version - 1, "after a refusal")
+            matrices += ["k_proj", "v_proj"]
+        adapter, changes = _make_adapter(weights, matrices)
+        merged = ReferencePolicy(case.policies.first)
+        merged.add_to_weights(changes)
         await case.wait(sync.publish(adapter, version), "publishing an adapter")
         turn = await case.ask(engine, FIRST_PROMPT)
         require(set(turn.versions) == {version}, f"an adapter's versions: {set(turn.versions)}")
@@ -158,7 +166,7 @@ async def check_adapters(case: EngineCase) -> None:
 
 
 def _make_adapter(
-    weights: list[tuple[str, Tensor]],
+    weights: list[tuple[str, Tensor]], matrices: list[str]
 ) -> tuple[list[tuple[str, Tensor]], dict[str, Tensor]]:
     """Return an adapter under peft's names, and what it adds to each weight."""
     import torch
@@ -168,10 +176,11 @@ def _make_adapter(
     generator = torch.Generator().manual_seed(3)
     adapter, changes = [], {}
     for name, tensor in weights:
-        if name.endswith(("q_proj.weight", "down_proj.weight")):
+        stem = name.removesuffix(".weight")
+        if stem.endswith(tuple(matrices)):
             down = torch.randn(_ADAPTER_RANK, tensor.shape[1], generator=generator) * 0.05
             up = torch.randn(tensor.shape[0], _ADAPTER_RANK, generator=generator) * 0.05
-            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            stem = f"base_model.model.{stem}"
             adapter += [(f"{stem}.lora_A.weight", down), (f"{stem}.lora_B.weight", up)]
             changes[name] = LoraConfig().alpha / _ADAPTER_RANK * up @ down
     return adapter, changes

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,12 +21,10 @@ from areal_gym.testing.engine_contract import (
     OpenEngine,
     tiny_policies,
 )
-from tests._support.paths import ROOT
 from tests._support.sglang_servers import count
 from tests._support.tiny_architectures import tiny_config
 
 CONTEXT = 512
-START_S = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +89,48 @@ def faked(
     return opened
 
 
+def served(engine_class: type[ServerEngine], url: str, interrupt: str = "abort") -> OpenEngine:
+    """An engine over a running server, which is given the policy's weights."""
+
+    @asynccontextmanager
+    async def opened(policy: Path) -> AsyncIterator[Engine]:
+        engine = engine_class(policy, urls=[url], max_context=CONTEXT, interrupt=interrupt)
+        async with started(engine):
+            async with engine.updating(1) as servers:
+                await servers[0].load_from_disk(policy, 1)
+            yield engine
+
+    return opened
+
+
 EMBEDDED = EngineAbilities(
     streams=True, snapshots=True, weight_syncs=("in-process",), recomputes_caches=False
 )
 SERVED = EngineAbilities(streams=True, scores_prompts=True, sleeps=True)
-# Broadcasts need servers in processes of their own (tests/sglang, tests/vllm), and seeds SGLang's
-# deterministic inference, which CPUs lack.
-SGLANG = replace(SERVED, has_seeds=False, weight_syncs=("disk", "tensor", "lora"))
+# Seeds need SGLang's deterministic inference, which CPUs lack.
+SGLANG = replace(
+    SERVED, has_seeds=False, partial_adapters=False, weight_syncs=("disk", "tensor", "lora")
+)
 VLLM = replace(SERVED, weight_syncs=("disk", "lora"))
+# Broadcasts need a server in a process of its own.
+SERVED_SGLANG = {
+    "fake": replace(SGLANG, weight_syncs=("disk", "tensor", "distributed", "lora")),
+    "real": replace(
+        SGLANG,
+        weight_syncs=("disk", "tensor", "distributed", "lora"),
+        takes_grammars=True,
+        truncation="unscaled",
+        refuses_weights=False,  # weights of another shape end the server
+    ),
+}
+SERVED_VLLM = {
+    "fake": replace(VLLM, weight_syncs=("disk", "distributed", "lora")),
+    "real": replace(VLLM, weight_syncs=("disk", "distributed", "lora"), takes_grammars=True),
+}
+RULES_OF_UPDATES = ("publication", "updates-in-flight", "sleep")
+"""The rules that depend on how a publication interrupts generation."""
+RULES_OF_WORKERS = ("logprobs", *RULES_OF_UPDATES)
+"""The rules that depend on how many workers share a server's model."""
 
 ENGINES: dict[str, EngineKind] = {
     "embedded": EngineKind(opened=embedded(), abilities=EMBEDDED),
@@ -131,106 +155,4 @@ ENGINES: dict[str, EngineKind] = {
         )
         for interrupt in ("abort", "keep")
     },
-}
-
-# ---- real servers -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RealEngine:
-    """An engine over a real server."""
-
-    engine_class: type[ServerEngine]
-    abilities: EngineAbilities
-    variable: str
-    """Names the environment in which the server is installed."""
-    script: Path
-    flags: tuple[str, ...]
-
-    @property
-    def venv(self) -> str | None:
-        """The environment of the server; None where it is not installed."""
-        return os.environ.get(self.variable)
-
-    @property
-    def reason(self) -> str:
-        """Why its tests are skipped."""
-        return f"the server is not installed here: {self.variable} is not set"
-
-    @contextlib.contextmanager
-    def running(self, policy: Path, log: Path) -> Iterator[str]:
-        """Run the server; yield its URL."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        recipe = self.engine_class.recipe
-        model = [recipe.model_flag, str(policy)] if recipe.model_flag else [str(policy)]
-        command = [f"{self.venv}/bin/python", str(self.script), *model]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", port, *recipe.arguments, *self.flags],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**recipe.variables(), "OMP_NUM_THREADS": "1"},
-            )
-        try:
-            deadline_s = time.monotonic() + START_S
-            while not _is_up(url := f"http://127.0.0.1:{port}"):
-                assert process.poll() is None, log.read_text(errors="replace")[-4000:]
-                assert time.monotonic() < deadline_s, log.read_text(errors="replace")[-4000:]
-                time.sleep(0.5)
-            yield url
-        finally:
-            # The whole session: servers have workers.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def over(self, url: str) -> OpenEngine:
-        """Open engines over the server; each begins with the weights of its policy."""
-
-        @asynccontextmanager
-        async def opened(policy: Path) -> AsyncIterator[Engine]:
-            engine = self.engine_class(policy, urls=[url], max_context=CONTEXT)
-            async with started(engine):
-                async with engine.updating(1) as servers:
-                    await servers[0].load_from_disk(policy, 1)
-                yield engine
-
-        return opened
-
-
-def _is_up(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-ADAPTED = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
-REAL_ENGINES: dict[str, RealEngine] = {
-    "sglang": RealEngine(
-        engine_class=SGLangEngine,
-        # Weights of another shape end the server.
-        abilities=replace(SGLANG, refuses_weights=False, truncation="unscaled"),
-        variable="AREAL_GYM_SGLANG_VENV",
-        script=ROOT / "tests/sglang/serve_cpu.py",
-        flags=(
-            *("--dtype", "float32", "--context-length", str(CONTEXT)),
-            *("--max-total-tokens", "16384", "--max-running-requests", "32"),
-            *("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", *ADAPTED),
-        ),
-    ),
-    "vllm": RealEngine(
-        engine_class=VLLMEngine,
-        abilities=replace(VLLM, takes_grammars=True, weight_syncs=("disk", "distributed", "lora")),
-        variable="AREAL_GYM_VLLM_VENV",
-        script=ROOT / "tests/vllm/serve_cpu.py",
-        flags=(
-            *("--max-model-len", str(CONTEXT), "--max-num-seqs", "32"),
-            *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"),
-        ),
-    ),
 }

@@ -332,6 +332,14 @@ def test_show_loss_prints_an_algorithm_card(cli):
     assert "policy loss" in out
 
 
+@pytest.mark.parametrize(("engine", "other"), [("sglang", "retract"), ("vllm", "keep")])
+def test_show_describes_arguments_that_a_class_inherits(cli, engine, other):
+    code, out, _ = cli("show", engine)
+    assert code == 0
+    assert f'`interrupt` is "abort" or "{other}".' in out
+    assert "num_servers: servers to start." in out
+
+
 def test_plugins_command_lists_distributions(cli):
     code, out, _ = cli("plugins", "--json")
     assert code == 0

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 import torch
 
-from areal_gym.engines.base import Engine, Generation, SamplingParams
+from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.embedded.network import CachedDecoder
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.models.tiny.decoder import Decoder, build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.kernels import product_kernels as products
-from areal_gym.types import FinishReason
 from tests._support.plain_attention import causal_attend
 from tests._support.tiny_models import SHAPES, WINDOW, their_logits, tiny_model
 
@@ -76,10 +74,6 @@ def worst_gap(model: Decoder, prompt: list[int], generation: Generation) -> floa
 
 def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(CONFIG.vocab_size) for _ in range(length)]
-
-
-def test_embedded_engine_has_the_engine_protocol():
-    assert isinstance(EmbeddedEngine(decoder()), Engine)
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
@@ -285,60 +279,6 @@ def test_turn_prefills_new_tokens_only():
     assert worst_gap(model, rewritten, third) < 1e-4
 
 
-def test_published_weights_sample_the_rest_of_a_turn():
-    old, new = decoder(0), decoder(1)
-    prompt = prompt_of(random.Random(5), 8)
-
-    async def play(engine: EmbeddedEngine):
-        turn = asyncio.create_task(
-            engine.generate(prompt, SamplingParams(max_new_tokens=110, seed=1))
-        )
-        while engine.stats.generated < 20:
-            await asyncio.sleep(0)
-        await engine.publish(new.state_dict().items(), 7)
-        assert engine.policy_version == 7
-        during = await turn
-        after = await engine.generate(prompt, SamplingParams(max_new_tokens=10, seed=1))
-        return during, after
-
-    during, after = run(play, model=old)
-    assert set(during.versions) == {0, 7}
-    assert list(during.versions) == sorted(during.versions)
-    num_old = during.versions.count(0)
-    scores = logprobs(old, [*prompt, *during.token_ids])
-    for i in range(num_old):
-        expected = float(scores[len(prompt) + i - 1, during.token_ids[i]])
-        assert during.logprobs[i] == pytest.approx(expected, abs=1e-4)
-    # A new episode sees nothing of what the old weights computed.
-    assert set(after.versions) == {7}
-    assert worst_gap(new, prompt, after) < 1e-4
-
-
-def test_cache_of_old_weights_is_not_reused_after_publish():
-    old, new = decoder(0), decoder(1)
-    prompt = prompt_of(random.Random(6), 8)
-
-    async def play(engine: EmbeddedEngine):
-        turn = asyncio.create_task(
-            engine.generate(prompt, SamplingParams(max_new_tokens=60, seed=1), session="a")
-        )
-        while engine.stats.generated < 20:
-            await asyncio.sleep(0)
-        await engine.publish(new.state_dict().items(), 1)
-        first = await turn
-        longer = [*prompt, *first.token_ids, 1, 2]
-        reused = engine.stats.reused
-        second = await engine.generate(
-            longer, SamplingParams(max_new_tokens=20, seed=2), session="a"
-        )
-        return first, longer, second, engine.stats.reused - reused
-
-    first, longer, second, reused = run(play, model=old)
-    assert set(first.versions) == {0, 1}
-    assert reused == 0
-    assert worst_gap(new, longer, second) < 1e-4
-
-
 def test_nonfinite_weights_fail_the_turn_only():
     good, broken = decoder(), decoder()
     with torch.no_grad():
@@ -415,55 +355,6 @@ def test_compacted_rows_stay_exact():
     assert max(run(play, model=model, num_slots=40, max_context=200)) < 1e-4
 
 
-def test_weights_of_another_shape_are_refused():
-    model = decoder()
-
-    async def play(engine: EmbeddedEngine):
-        with pytest.raises(EngineError, match="another model"):
-            await engine.publish([("lm_head.weight", torch.zeros(1))], 1)
-        return engine.policy_version, await engine.generate([1, 2], SamplingParams())
-
-    version, generation = run(play, model=model)
-    assert version == 0
-    assert worst_gap(model, [1, 2], generation) < 1e-4
-
-
-def test_stop_token_ends_a_turn_and_is_part_of_it():
-    async def play(engine: EmbeddedEngine):
-        params = SamplingParams(max_new_tokens=60, stop_token_ids=tuple(range(30)), seed=0)
-        return await engine.generate([1, 2, 3], params)
-
-    generation = run(play)
-    assert generation.finish_reason is FinishReason.STOP
-    assert generation.token_ids[-1] < 30
-    assert all(token >= 30 for token in generation.token_ids[:-1])
-
-
-def test_stream_equals_the_whole_answer():
-    async def play(engine: EmbeddedEngine):
-        params = SamplingParams(max_new_tokens=40, stop_token_ids=(5, 6, 7), seed=3)
-        whole = await engine.generate([1, 2, 3], params)
-        beside = asyncio.create_task(engine.generate([4, 5], SamplingParams(max_new_tokens=60)))
-        pieces = [piece async for piece in engine.stream([1, 2, 3], params, session="s")]
-        again = await engine.generate(
-            [1, 2, 3, *whole.token_ids, 9], SamplingParams(max_new_tokens=3), session="s"
-        )
-        await beside
-        assert sum((piece.token_ids for piece in pieces), ()) == whole.token_ids
-        assert sum((piece.logprobs for piece in pieces), ()) == pytest.approx(
-            whole.logprobs, abs=1e-4
-        )
-        assert sum((piece.versions for piece in pieces), ()) == whole.versions
-        assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
-        assert pieces[-1].finish_reason is whole.finish_reason
-        assert len(again.token_ids) == 3
-        with pytest.raises(EngineError, match="0 tokens"):
-            await anext(engine.stream([], params))
-        return len(pieces)
-
-    assert run(play) > 3
-
-
 def test_closed_stream_frees_its_row():
     async def play(engine: EmbeddedEngine):
         params = SamplingParams(max_new_tokens=100)
@@ -488,44 +379,6 @@ def test_stream_ends_when_its_engine_closes():
     run(play)
 
 
-def test_context_limits_a_turn():
-    async def play(engine: EmbeddedEngine):
-        full = await engine.generate([1] * 120, SamplingParams(max_new_tokens=50))
-        with pytest.raises(EngineError, match="128 tokens"):
-            await engine.generate([1] * 128, SamplingParams())
-        with pytest.raises(EngineError, match="0 tokens"):
-            await engine.generate([], SamplingParams())
-        return full
-
-    generation = run(play)
-    assert len(generation.token_ids) == 8
-    assert generation.finish_reason is FinishReason.LENGTH
-
-
-def test_top_k_and_top_p():
-    model = decoder()
-    scores = logprobs(model, [5, 6])[-1]
-    best = set(scores.topk(3).indices.tolist())
-
-    async def play(engine: EmbeddedEngine):
-        generations = await asyncio.gather(
-            *(
-                engine.generate([5, 6], SamplingParams(max_new_tokens=1, top_k=3, seed=i))
-                for i in range(30)
-            )
-        )
-        nucleus = await engine.generate(
-            [5, 6], SamplingParams(max_new_tokens=1, top_p=1e-6, seed=1)
-        )
-        return {g.token_ids[0] for g in generations}, nucleus
-
-    sampled, nucleus = run(play, model=model, num_slots=30)
-    assert sampled <= best
-    assert len(sampled) > 1
-    assert nucleus.token_ids[0] == int(scores.argmax())
-    assert nucleus.logprobs[0] == pytest.approx(0.0, abs=1e-6)
-
-
 def test_samples_follow_the_distribution():
     model = decoder()
     expected = logprobs(model, [5, 6])[-1].exp()
@@ -543,38 +396,6 @@ def test_samples_follow_the_distribution():
 
     frequency = run(play, model=model)
     assert float((frequency - expected).abs().sum()) / 2 < 0.06  # total variation
-
-
-def test_cancelled_turn_frees_its_slot():
-    async def play(engine: EmbeddedEngine):
-        endless = [
-            asyncio.create_task(engine.generate([1], SamplingParams(max_new_tokens=120)))
-            for _ in range(2)
-        ]
-        await asyncio.sleep(0.01)
-        for task in endless:
-            task.cancel()
-        await asyncio.gather(*endless, return_exceptions=True)
-        return await asyncio.wait_for(engine.generate([2], SamplingParams(max_new_tokens=3)), 20)
-
-    assert len(run(play, num_slots=2).token_ids) == 3
-
-
-def test_closing_fails_waiting_turns_and_ends_the_thread():
-    async def main():
-        engine = EmbeddedEngine(decoder(), max_context=128)
-        await engine.start()
-        turn = asyncio.create_task(engine.generate([1], SamplingParams(max_new_tokens=127)))
-        await asyncio.sleep(0)
-        await engine.aclose()
-        await engine.aclose()
-        with pytest.raises(EngineError, match="closed"):
-            await turn
-        with pytest.raises(EngineError, match="not running"):
-            await engine.generate([1], SamplingParams())
-
-    asyncio.run(main())
-    assert not any(thread.name == "areal-gym-engine" for thread in threading.enumerate())
 
 
 def test_engine_serves_again_after_a_network_error(monkeypatch):
@@ -610,33 +431,6 @@ def test_logprobs_are_exact_on_cuda():
         device="cuda",
     )
     assert worst_gap(model, [1, 2, 3], generation) < 1e-3
-
-
-def test_snapshot_keeps_its_weights_after_publish():
-    prompt, params = [1, 2, 3], SamplingParams(max_new_tokens=20, seed=5)
-    old, new = decoder(0), decoder(1)
-
-    async def play(engine):
-        before = await engine.generate(prompt, params)
-        busy = asyncio.create_task(engine.generate([4, 5], SamplingParams(max_new_tokens=100)))
-        copy = await engine.snapshot()
-        await engine.publish(new.state_dict().items(), 3)
-        await copy.start()
-        try:
-            assert (copy.policy_version, engine.policy_version) == (0, 3)
-            assert (await copy.generate(prompt, params)).token_ids == before.token_ids
-            after = await engine.generate(prompt, params)
-            assert set(after.versions) == {3}
-            assert worst_gap(new, prompt, after) < 1e-4
-            later = await engine.snapshot()
-            await later.start()
-            assert (await later.generate(prompt, params)).token_ids == after.token_ids
-            await later.aclose()
-        finally:
-            await copy.aclose()
-        await busy
-
-    run(play, model=old)
 
 
 def test_snapshot_of_a_stopped_engine_is_refused():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_gym.engines.base import Engine, SamplingParams
+from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ByteTokenizer, ScriptedEngine
 from areal_gym.errors import EngineError
 from areal_gym.types import FinishReason
@@ -15,10 +15,6 @@ PARAMS = SamplingParams(max_new_tokens=20, stop_token_ids=(END,))
 
 def ask(engine, prompt=(1, 2), params=PARAMS, **options):
     return asyncio.run(engine.generate(prompt, params, **options))
-
-
-def test_scripted_engine_has_the_engine_protocol():
-    assert isinstance(ScriptedEngine([]), Engine)
 
 
 def test_each_session_plays_the_script_from_its_start():
@@ -43,19 +39,6 @@ def test_script_function_gets_prompt_and_turn():
     assert generation.token_ids == (*b"hi0", END)
     assert generation.finish_reason is FinishReason.STOP
     assert len(generation.logprobs) == len(generation.versions) == 4
-
-
-def test_limits_truncate_replies():
-    cut = ask(ScriptedEngine(["x" * 50]))
-    assert cut.finish_reason is FinishReason.LENGTH
-    assert cut.token_ids == tuple(b"x" * 20)
-    assert len(ask(ScriptedEngine(["x" * 50], max_context=5)).token_ids) == 3
-    exact = ask(ScriptedEngine(["x" * 19]))
-    assert exact.finish_reason is FinishReason.STOP
-    stops = ask(ScriptedEngine([[7, END, 8, END]]))
-    assert stops.token_ids == (7, END)
-    with pytest.raises(EngineError, match="fills the context"):
-        ask(ScriptedEngine(["x"], max_context=2))
 
 
 def test_weights_published_within_a_turn_stamp_its_second_half():

@@ -1,6 +1,7 @@
 """LoRA adapters as versions, with two processes' engines over the same servers."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,7 +17,7 @@ from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.trainer.weight_sync.adapters import LoraWeightSync
 from tests._support.sglang_servers import POLICY, ask, count, counted, serving, until
 
-MATRIX = "model.layers.0.self_attn.q_proj"
+MATRIX = "model.layers.0.self_attn.o_proj"
 
 
 def recording_server(policy, truth, latency_s=0.001):
@@ -180,5 +181,27 @@ def test_guest_begins_while_a_server_is_away(tiny_policy):
             with pytest.raises(EngineUnreachableError):
                 async with guest_of(servers):
                     pass
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("targets", "missing"),
+    [
+        (["q_proj", "o_proj"], "q_proj without v_proj"),
+        (["k_proj"], "k_proj without q_proj and v_proj"),
+        (["v_proj", "k_proj"], "k_proj without q_proj"),
+        (["up_proj", "down_proj"], "up_proj without gate_proj"),
+    ],
+)
+def test_adapter_that_sglang_does_not_survive_is_refused(targets, missing, tmp_path):
+    config = {"r": 2, "lora_alpha": 2, "target_modules": targets}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    async def scenario():
+        async with serving(FakeSGLangServer(ScriptedEngine(count))) as engine:
+            with pytest.raises(EngineError, match=f"no LoRA adapter of {missing};") as caught:
+                await engine.servers[0].client.load_adapter(tmp_path, 1)
+            assert "trainer.lora.targets=all" in caught.value.hints
 
     asyncio.run(scenario())

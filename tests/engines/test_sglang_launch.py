@@ -77,7 +77,7 @@ def test_engine_starts_restarts_and_ends_servers(tiny_policy, tmp_path):
         )
         try:
             await engine.start()
-            assert engine.max_context == 123
+            assert engine.max_context == 122
             (member,) = engine.servers
             group = member.process.process_group
             assert len((await ask(engine, 8)).token_ids) <= 8

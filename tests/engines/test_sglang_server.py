@@ -165,8 +165,8 @@ def test_fake_answers_and_refuses_as_sglang_does():
             for wrong, words in (
                 ({"input_ids": []}, "cannot be empty"),
                 ({"text": "hello"}, "takes input_ids"),
-                ({"input_ids": [1] * 45}, "maximum allowed length"),
-                ({"input_ids": [1] * 44, "sampling_params": {"max_new_tokens": 9}}, "50 tokens"),
+                ({"input_ids": [1] * 44}, "maximum allowed length"),
+                ({"input_ids": [1] * 43, "sampling_params": {"max_new_tokens": 9}}, "50 tokens"),
                 ({"input_ids": [1], "stream": True}, "does not stream"),
             ):
                 with pytest.raises(RefusedError, match=words):

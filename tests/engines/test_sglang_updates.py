@@ -146,7 +146,7 @@ def test_calls_wait_during_a_publication(tiny_policy):
                 assert server.num_requests == 0
                 await servers[0].load_from_disk(tiny_policy, 1)
             assert (await call).versions == (1,) * 20
-            assert engine.stats.held_s >= 0.02
+            assert 0 < engine.stats.held_s < engine.stats.publication_s
 
     asyncio.run(scenario())
 

@@ -10,7 +10,7 @@ from areal_gym.config import load_config
 from areal_gym.engines.base import ReferenceScores
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.scripted import ScriptedEngine
-from areal_gym.engines.sglang import FakeSGLangServer
+from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
 from areal_gym.engines.vllm import FakeVLLMServer, VLLMEngine
 from areal_gym.engines.vllm.fake_transfer import FakeTransfer
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError, InfrastructureError
@@ -76,12 +76,20 @@ def test_missing_routes_are_named_with_what_enables_them(lacks, remedy):
     asyncio.run(scenario())
 
 
-def test_another_kind_of_server_is_named():
+@pytest.mark.parametrize(
+    ("fake", "engine_class", "reason"),
+    [
+        (FakeSGLangServer, VLLMEngine, "not a server of vLLM: it has no /version"),
+        (FakeVLLMServer, SGLangEngine, "not a server of SGLang: it has no /model_info"),
+    ],
+)
+def test_another_kind_of_server_is_named(fake, engine_class, reason):
     async def scenario():
-        async with FakeSGLangServer(ScriptedEngine(count)) as server:
-            engine = VLLMEngine(POLICY, urls=[server.url])
-            with pytest.raises(ConfigError, match="is not a vLLM server"):
+        async with fake(ScriptedEngine(count)) as server:
+            engine = engine_class(POLICY, urls=[server.url])
+            with pytest.raises(ConfigError, match=reason) as caught:
                 await engine.start()
+            assert caught.value.hints[0].startswith("start one: ")
             await engine.aclose()
 
     asyncio.run(scenario())
@@ -143,8 +151,10 @@ def test_context_is_that_of_the_smallest_server(tiny_policy):
         async with serving(server, policy=tiny_policy, max_context=4096) as engine:
             assert engine.max_context == 128
             assert len((await ask(engine, 4000, prompt=[1] * 120)).token_ids) == 8
-            with pytest.raises(EngineError, match="a prompt of 128 tokens; 1 to 127 fit"):
+            with pytest.raises(EngineError, match="a prompt of 128 tokens; 1 to 127 fit") as caught:
                 await ask(engine, prompt=[1] * 128)
+            hint = f"the limit is that of {server.url}: start it with a larger --max-model-len"
+            assert caught.value.hints == (hint,)
 
     asyncio.run(scenario())
 

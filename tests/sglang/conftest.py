@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_gym.testing.engine_contract import tiny_policies
+
 HERE = Path(__file__).parent
 CONTEXT = 512
 START_S = 300
@@ -78,40 +80,8 @@ def kind(request):
 @pytest.fixture(scope="session")
 def policies(tmp_path_factory):
     """Two checkpoints of the same shape and different weights."""
-    from importlib import resources
-
-    from areal_gym.models.tiny.checkpoint_files import save_checkpoint
-    from areal_gym.models.tiny.decoder import build_decoder
-    from areal_gym.models.tiny.decoder_config import DecoderConfig
-    from areal_gym.warm_start.starter_policy import build_tokenizer, save_tokenizer
-
-    home = tmp_path_factory.mktemp("served")
-    template = resources.files("areal_gym.warm_start").joinpath("chat_template.jinja").read_text()
-    tokenizer = build_tokenizer([template, "Make 17 from 3, 4 and 5."], vocab_size=320)
-    (home / "tokenizer").mkdir()
-    save_tokenizer(tokenizer, home / "tokenizer", max_context=CONTEXT)
-    config = DecoderConfig(
-        architecture="qwen3",
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
-        pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
-    )
-    return [
-        save_checkpoint(
-            build_decoder(config, seed=seed),
-            home / f"policy-{seed}",
-            tokenizer_dir=home / "tokenizer",
-        )
-        for seed in (0, 1)
-    ]
+    made = tiny_policies(tmp_path_factory.mktemp("served"), max_context=CONTEXT)
+    return [made.first, made.second]
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from conftest import running_server
 
 from areal_gym.config import TrainerConfig
 from areal_gym.engines.servers.fake_tensors import read_weights
+from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.engines.weight_relay import WeightRelay
 from areal_gym.errors import EngineError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, weight_files
+from areal_gym.testing.engine_contract import EnginePolicies, check_engine
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.parallel.worker import ProcessTrainer
@@ -22,6 +25,7 @@ from areal_gym.trainer.weight_sync.base import update_session
 from areal_gym.trainer.weight_sync.disk import WriteFiles
 from areal_gym.trainer.weight_sync.rank_tasks import TrainerWeights
 from areal_gym.trainer.weight_sync.tensor import _Post, _Routes
+from tests._support.engines_under_test import RULES_OF_WORKERS, SERVED_SGLANG, served
 from tests._support.sglang_suite import ask, checksums, engine_over, sync_of
 from tests._support.tiny_training import batch
 
@@ -107,7 +111,10 @@ def test_delta_gives_servers_the_same_bits(server, policies, two_ranks, tmp_path
 def test_server_of_two_workers_gets_its_weights_by_every_channel(
     kind, policies, tmp_path, monkeypatch
 ):
-    """Each worker of a server with tensor parallelism takes its part of each tensor."""
+    """Each worker of a server with tensor parallelism takes its part of each tensor.
+
+    The engine over such a server keeps the contract, too.
+    """
     if kind == "fake":
         pytest.skip("the stand-in is one worker")
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # else it wants a NUMA node for each
@@ -134,8 +141,13 @@ def test_server_of_two_workers_gets_its_weights_by_every_channel(
                 await sync.aclose()
             await base.aclose()
 
+    pair = EnginePolicies(first=policies[0], second=policies[1])
+    syncs = ("disk", "tensor", "distributed")
     with running_server(kind, policies[0], tmp_path / "two.log", "--tp-size", "2") as (url, _):
         asyncio.run(play(url))
+        for rule in RULES_OF_WORKERS:
+            abilities = replace(SERVED_SGLANG[kind], weight_syncs=syncs)
+            check_engine(rule, served(SGLangEngine, url), pair, abilities)
 
 
 class PostByRank(_Post):

@@ -27,26 +27,10 @@ def retracts(kind):
     require_retract(kind)
 
 
-@pytest.mark.parametrize(
-    ("id", "interrupt"),
-    [
-        ("disk", "abort"),
-        ("tensor", "retract"),
-        pytest.param("disk", "retract", marks=pytest.mark.long),
-        pytest.param("tensor", "abort", marks=pytest.mark.long),
-    ],
-)
-def test_turns_in_flight_sleep_and_go_on_with_new_weights(
-    server,
-    policies,
-    decoders,
-    tmp_path,
-    id,
-    interrupt,
-):
+def test_turns_in_flight_sleep_and_go_on_with_new_tensors(server, policies, decoders):
     async def play():
-        async with engine_over(policies[0], server, interrupt=interrupt) as engine:
-            sync = sync_of(engine, id, tmp_path / "weights")
+        async with engine_over(policies[0], server, interrupt="retract") as engine:
+            sync = sync_of(engine, "tensor", None)
             await sync.publish(decoders[0].state_dict().items(), 0)
             async with turns_kept_in_flight(engine) as turns:
                 for version in (1, 2):

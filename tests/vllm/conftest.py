@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from areal_gym.engines.vllm import VLLMEngine
+from areal_gym.testing.engine_contract import tiny_policies
 
 HERE = Path(__file__).parent
 CONTEXT = 512
@@ -50,47 +51,17 @@ def kind(request):
 
 @pytest.fixture(scope="session")
 def policies(tmp_path_factory):
-    """Three checkpoints: two of the same shape and different weights, and a smaller one."""
-    from importlib import resources
-
-    from areal_gym.models.tiny.checkpoint_files import save_checkpoint
-    from areal_gym.models.tiny.decoder import build_decoder
-    from areal_gym.models.tiny.decoder_config import DecoderConfig
-    from areal_gym.warm_start.starter_policy import build_tokenizer, save_tokenizer
-
-    home = tmp_path_factory.mktemp("served")
-    template = resources.files("areal_gym.warm_start").joinpath("chat_template.jinja").read_text()
-    tokenizer = build_tokenizer([template, "Make 17 from 3, 4 and 5."], vocab_size=320)
-    (home / "tokenizer").mkdir()
-    save_tokenizer(tokenizer, home / "tokenizer", max_context=CONTEXT)
-
-    def save(name, seed, hidden_size):
-        config = DecoderConfig(
-            architecture="qwen3",
-            vocab_size=tokenizer.get_vocab_size(),
-            hidden_size=hidden_size,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,  # the least that vLLM's kernels for CPUs have
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.token_to_id("<|im_end|>"),
-            pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
-        )
-        decoder = build_decoder(config, seed=seed)
-        return save_checkpoint(decoder, home / name, tokenizer_dir=home / "tokenizer")
-
-    return [save("policy-0", 0, 64), save("policy-1", 1, 64), save("smaller", 0, 32)]
+    """Two checkpoints of the same shape and different weights."""
+    made = tiny_policies(tmp_path_factory.mktemp("served"), max_context=CONTEXT)
+    return [made.first, made.second]
 
 
 @pytest.fixture(scope="session")
 def decoders(policies):
-    """The first two checkpoints, loaded for comparison."""
+    """The weights of the two checkpoints."""
     from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 
-    return [load_checkpoint(policy) for policy in policies[:2]]
+    return [load_checkpoint(policy) for policy in policies]
 
 
 @contextlib.contextmanager

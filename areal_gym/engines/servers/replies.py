@@ -61,6 +61,18 @@ class Reply:
         )
 
 
+def shared_sampling_params(params: SamplingParams) -> dict[str, Any]:
+    """Return those of `params` that all servers name alike."""
+    body: dict[str, Any] = {"temperature": params.temperature}
+    if params.top_p != 1.0:
+        body["top_p"] = params.top_p
+    if params.top_k > 0:
+        body["top_k"] = params.top_k
+    if params.stop_token_ids:
+        body["stop_token_ids"] = list(params.stop_token_ids)
+    return body
+
+
 def make_reply(
     route: str,
     token_ids: Ints,

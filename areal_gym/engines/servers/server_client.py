@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from areal_gym.engines.base import BROKEN_WEIGHTS
-from areal_gym.engines.servers.replies import Reply, TurnRequest
+from areal_gym.engines.base import BROKEN_WEIGHTS, adapter_name
+from areal_gym.engines.servers.replies import INITIAL_WEIGHTS, Reply, TurnRequest
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 
 QUICK_S = 30.0
@@ -28,6 +28,8 @@ MEMORY_S = 120.0
 WEIGHTS, CACHE = "weights", "kv_cache"
 """Kinds of memory that servers release."""
 _ASLEEP = "asleep:"
+"""Begins the name of its weights that a server reports while it has released memory, named after
+it. A server ends when it is asked to release what it has released: a later run reads the name."""
 _LARGE_BYTES = 2**20
 _KEEPALIVE_S = 3.0
 """Servers hang up on idle connections after 5 s; a request sent at that moment would be lost."""
@@ -81,6 +83,10 @@ class ServerClient(ABC):
     """The server's name in messages."""
     protocol: ClassVar[str]
     """The protocol's name, by which weight syncs choose their requests."""
+    context_flag: ClassVar[str]
+    """The argument of the server that sets its context."""
+    version_route: ClassVar[str]
+    """The route that tells the name of the server's weights."""
     survives_torn_updates: ClassVar[bool] = True
     """Whether a server whose update was cut off can load weights again; otherwise only a restart
     helps."""
@@ -124,10 +130,6 @@ class ServerClient(ABC):
         """
 
     @abstractmethod
-    async def weight_version(self, *, timeout_s: float = QUICK_S) -> str:
-        """Return the server's name for its weights; "default" before the first update."""
-
-    @abstractmethod
     async def set_version(self, version: str) -> None:
         """Let the server report `version`; requests in flight go on."""
 
@@ -162,22 +164,12 @@ class ServerClient(ABC):
         """Go on after `set_aside` or `abort_and_pause`. Idempotent."""
 
     @abstractmethod
-    async def load_from_disk(self, directory: Path, version: int, *, is_kept: bool = True) -> None:
-        """Load the checkpoint in `directory`; the server reports `version` from then on.
-
-        `is_kept`: the files stay as they are, for servers that come back.
-
-        Raises:
-            EngineError: the server refused.
-        """
+    async def _load(self, directory: str, version: str) -> None:
+        """Load a checkpoint; the server reports `version` from then on, or keeps its weights."""
 
     @abstractmethod
-    async def load_adapter(self, directory: Path, version: int) -> None:
-        """Load the LoRA adapter in `directory`, for requests that name `adapter_name(version)`.
-
-        Raises:
-            EngineError: the server refused it.
-        """
+    async def _load_adapter(self, name: str, directory: Path) -> None:
+        """Load a LoRA adapter, for requests that name it."""
 
     @abstractmethod
     async def unload_adapter(self, name: str) -> None:
@@ -196,22 +188,55 @@ class ServerClient(ABC):
         await self.set_version(BROKEN_WEIGHTS)
 
     @abstractmethod
-    async def fall_asleep(self, tags: Sequence[str]) -> None:
-        """Set requests aside, and release the memory of `tags` (`WEIGHTS`, `CACHE`)."""
+    async def _release_memory(self, tags: Sequence[str]) -> None:
+        """Release the memory of `tags`; requests have been set aside."""
 
     @abstractmethod
     async def take_memory(self, tags: Sequence[str]) -> None:
         """Take the memory of `tags` again; what was in it is lost."""
 
-    @abstractmethod
+    # ---- weights and memory, by these routes ----------------------------------------------------
+
+    async def weight_version(self, *, timeout_s: float = QUICK_S) -> str:
+        """Return the server's name for its weights; "default" before the first update."""
+        info = await self.get(self.version_route, timeout_s=timeout_s)
+        if "weight_version" not in info:
+            raise self.is_another(f"{self.version_route} tells no version of its weights")
+        return str(info["weight_version"])
+
+    async def load_from_disk(self, directory: Path, version: int, *, is_kept: bool = True) -> None:
+        """Load the checkpoint in `directory`; the server reports `version` from then on.
+
+        `is_kept`: the files stay as they are, for servers that come back.
+
+        Raises:
+            EngineError: the server refused, and keeps its weights.
+        """
+        await self._load(str(Path(directory).absolute()), str(version))
+        if is_kept:
+            self.loaded_from = (Path(directory), version)
+
     async def reload(self, model_path: str) -> None:
         """Load the weights that the server was started with, from its own `model_path`."""
+        await self._load(model_path, INITIAL_WEIGHTS)
+
+    async def load_adapter(self, directory: Path, version: int) -> None:
+        """Load the LoRA adapter in `directory`, for requests that name `adapter_name(version)`.
+
+        Raises:
+            EngineError: the server refused it.
+        """
+        await self._load_adapter(adapter_name(version), Path(directory).absolute())
+        self.loaded_adapter = (Path(directory), version)
+
+    async def fall_asleep(self, tags: Sequence[str]) -> None:
+        """Set requests aside, and release the memory of `tags` (`WEIGHTS`, `CACHE`)."""
+        await self.set_aside()
+        await self.set_version(_ASLEEP + ",".join(tags))
+        await self._release_memory(tags)
 
     async def wake_forgotten(self, facts: ServerFacts) -> None:
-        """Wake a server that a killed run has left asleep, with the weights it was started with.
-
-        The name of its weights says so (`name_of_sleep`).
-        """
+        """Wake a server that a killed run has left asleep, with the weights it was started with."""
         if not facts.weight_version.startswith(_ASLEEP):
             return
         tags = facts.weight_version.removeprefix(_ASLEEP).split(",")
@@ -219,6 +244,13 @@ class ServerClient(ABC):
         await self.resume()
         if WEIGHTS in tags:
             await self.reload(facts.model_path)
+
+    def is_another(self, reason: str) -> ConfigError:
+        """Return the error for a server of another kind."""
+        return ConfigError(
+            f"{self.url} is not a server of {self.kind}: {reason}",
+            hints=[f"start one: {self.start_command}"],
+        )
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -323,12 +355,3 @@ def _message(answer: Any) -> str:
                 inner = answer[key]
                 return _message(inner) if isinstance(inner, dict) else str(inner)
     return json.dumps(answer)[:300] if answer else "no reason given"
-
-
-def name_of_sleep(tags: Sequence[str]) -> str:
-    """Return the name of its weights that a server reports while it has released `tags`.
-
-    A server ends when it is asked to release what it has released. So one that sleeps says so, and
-    a later run reads it when this one is killed.
-    """
-    return _ASLEEP + ",".join(tags)

@@ -48,18 +48,19 @@ class ServerEngine(TurnSampler):
         policy: the checkpoint directory that the servers start with.
         urls: running servers; without any, `num_servers` are started here and ended by `aclose`.
         max_context: tokens of one sequence; lowered to the limit of the servers.
-        interrupt: how a publication interrupts generation, "abort" or `in_place`.
+        interrupt: how a publication interrupts generation: "abort", or the one by which requests
+            wait in the server.
         max_retries: retries of one call after failures of servers.
         request_timeout_s: the time limit of one request; there is no other.
         grace_s: how long calls wait when no server serves.
         health_interval_s: seconds between two health checks of each server.
         take_over: servers may hold other weights at the start; training publishes its own.
-        is_guest: another process publishes to these servers, and their versions count. It must
-            pause generation (`in_place`), because guests do not wait for publications.
+        is_guest: another process publishes to these servers, and their versions count. It must let
+            requests wait in the server, because guests do not wait for publications.
         has_adapters: as a guest, whether the servers' versions are LoRA adapters on the same
             weights, which requests must name.
         num_servers: servers to start.
-        command: starts a server; `recipe` says by default.
+        command: starts a server; by default a module of this Python does.
         server_args: further arguments of `command`.
         gpus: CUDA_VISIBLE_DEVICES of each started server.
         log_dir: keeps their logs; by default logs are removed when all went well.
@@ -110,6 +111,8 @@ class ServerEngine(TurnSampler):
                 f"gpus lists devices of {len(gpus)} servers, but num_servers = {num_servers}"
             )
         self.max_context = max_context
+        self.context_hint = f"more fit with a larger engine.max_context, which is {max_context}"
+        """What to type for longer sequences."""
         self.takes_grammars = True
         self.take_over = take_over
         self._policy = policy
@@ -171,7 +174,14 @@ class ServerEngine(TurnSampler):
         for state in self.servers:
             if state.facts is not None:
                 self._check(state.client, state.facts, vocab_size)
-                self.max_context = min(self.max_context, state.facts.max_context)
+                self._lower_context(state.client, state.facts.max_context)
+
+    def _lower_context(self, client: ServerClient, max_context: int) -> None:
+        if max_context < self.max_context:
+            self.max_context = max_context
+            self.context_hint = (
+                f"the limit is that of {client.url}: start it with a larger {client.context_flag}"
+            )
 
     def _check(self, client: ServerClient, facts: ServerFacts, vocab_size: int | None) -> None:
         """Raise ConfigError if the server does not support the settings or the policy."""
@@ -198,7 +208,8 @@ class ServerEngine(TurnSampler):
         room = min(params.max_new_tokens, self.max_context - len(prompt_ids))
         if not prompt_ids or room <= 0:
             raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens; 1 to {self.max_context - 1} fit"
+                f"a prompt of {len(prompt_ids)} tokens; 1 to {self.max_context - 1} fit",
+                hints=[self.context_hint] if prompt_ids else [],
             )
         return await self._sample(prompt_ids, params, room, session)
 

@@ -10,23 +10,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_gym.engines.base import adapter_name
 from areal_gym.engines.servers.replies import Reply, TurnRequest
 from areal_gym.engines.servers.server_client import (
     ADAPTER_S,
     DISK_S,
     MEMORY_S,
-    QUICK_S,
     RefusedError,
     ServerClient,
     ServerFacts,
-    name_of_sleep,
 )
+from areal_gym.engines.sglang.adapter_limits import require_whole_groups
 from areal_gym.engines.sglang.sglang_replies import experts_request, read_answer, sampling_params
 from areal_gym.errors import EngineError
 
+_NO_ROUTE = 404
 _RESERVED_TOKENS = 6
-"""SGLang's limit for prompts (`max_req_input_len`) is its context less this many tokens."""
+"""Prompts are shorter than `max_req_input_len`, which is the context less this many tokens."""
 
 
 class SGLangClient(ServerClient):
@@ -34,6 +33,8 @@ class SGLangClient(ServerClient):
 
     kind = "SGLang"
     protocol = "sglang"
+    context_flag = "--context-length"
+    version_route = "/model_info"
     needs_update_session = True
     """Weights other than a directory's must come between `/begin_weight_update` and
     `/end_weight_update` (SGLang 0.5.21 and later); set by `probe`."""
@@ -50,12 +51,17 @@ class SGLangClient(ServerClient):
 
     async def probe(self) -> ServerFacts:
         """Ask what the server can do; sets `needs_update_session` and `num_ranks`."""
-        weight_version = await self.weight_version()
+        try:
+            weight_version = await self.weight_version()
+        except RefusedError as refused:
+            if refused.status != _NO_ROUTE:
+                raise
+            raise self.is_another(f"it has no {self.version_route}") from None
         info = await self.get("/server_info")
-        max_prompt = info.get("max_req_input_len")
-        if max_prompt is None:
+        max_context = info.get("max_req_input_len")
+        if max_context is None:
             models = await self.get("/v1/models")
-            max_prompt = models["data"][0]["max_model_len"] - _RESERVED_TOKENS
+            max_context = models["data"][0]["max_model_len"] - _RESERVED_TOKENS
         states = info.get("internal_states") or [info]
         self.num_ranks = int(states[0].get("tp_size", 1))
         self.needs_update_session = await self._has_route("/begin_weight_update")
@@ -65,7 +71,7 @@ class SGLangClient(ServerClient):
             version=str(info.get("version", "unknown")),
             model_path=str(info.get("model_path", "unknown")),
             weight_version=weight_version,
-            max_context=int(max_prompt) + 1,
+            max_context=int(max_context),
             vocab_size=await self._vocab_size(),
             # Before 0.5.21 there is the pause, too, but an update crashes while requests wait.
             can_set_aside=bool(info.get("updates_in_flight"))
@@ -74,13 +80,6 @@ class SGLangClient(ServerClient):
             frees_memory=bool(info.get("enable_memory_saver")),
             dtype=str(info.get("dtype") or "unknown"),
         )
-
-    async def weight_version(self, *, timeout_s: float = QUICK_S) -> str:
-        """Return the server's name for its weights; "default" before the first update."""
-        info = await self.get("/model_info", timeout_s=timeout_s)
-        if "weight_version" not in info:
-            raise EngineError(f"{self.url} is not an SGLang server: it has no weight version")
-        return str(info["weight_version"])
 
     async def set_version(self, version: str) -> None:
         """Let the server report `version`; requests in flight go on."""
@@ -145,23 +144,15 @@ class SGLangClient(ServerClient):
 
     # ---- weights ------------------------------------------------------------------------------
 
-    async def load_from_disk(self, directory: Path, version: int, *, is_kept: bool = True) -> None:
-        """Load the checkpoint in `directory`; a server that refuses keeps its weights."""
-        path = str(Path(directory).absolute())
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
-        await self.post("/update_weights_from_disk", body, timeout_s=DISK_S)
-        if is_kept:
-            self.loaded_from = (Path(directory), version)
-
-    async def reload(self, model_path: str) -> None:
-        """Load the weights that the server was started with, from its own `model_path`."""
-        body = {"model_path": model_path, "flush_cache": True}
+    async def _load(self, directory: str, version: str) -> None:
+        """Load a checkpoint; a server that refuses keeps its weights."""
+        body = {"model_path": directory, "weight_version": version, "flush_cache": True}
         await self.post("/update_weights_from_disk", body, timeout_s=DISK_S)
 
-    async def load_adapter(self, directory: Path, version: int) -> None:
-        """Load the LoRA adapter in `directory`, for requests that name `adapter_name(version)`."""
-        name = adapter_name(version)
-        body = {"lora_name": name, "lora_path": str(Path(directory).absolute())}
+    async def _load_adapter(self, name: str, directory: Path) -> None:
+        """Load a LoRA adapter, unless the server would not survive it."""
+        require_whole_groups(directory)
+        body = {"lora_name": name, "lora_path": str(directory)}
         try:
             await self.post("/load_lora_adapter", body, timeout_s=ADAPTER_S)
         except RefusedError as refused:
@@ -171,7 +162,6 @@ class SGLangClient(ServerClient):
             except RefusedError:
                 raise refused from None
             await self.post("/load_lora_adapter", body, timeout_s=ADAPTER_S)
-        self.loaded_adapter = (Path(directory), version)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget a LoRA adapter; returns when no request uses it."""
@@ -196,10 +186,8 @@ class SGLangClient(ServerClient):
 
     # ---- memory -------------------------------------------------------------------------------
 
-    async def fall_asleep(self, tags: Sequence[str]) -> None:
-        """Set requests aside, and release the memory of `tags`."""
-        await self.set_aside()
-        await self.set_version(name_of_sleep(tags))
+    async def _release_memory(self, tags: Sequence[str]) -> None:
+        """Release the memory of `tags`; requests have been set aside."""
         await self.post("/release_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_S)
 
     async def take_memory(self, tags: Sequence[str]) -> None:
@@ -225,5 +213,5 @@ class SGLangClient(ServerClient):
         try:
             await self.get(route)
         except RefusedError as refused:
-            return refused.status != 404
+            return refused.status != _NO_ROUTE
         return True

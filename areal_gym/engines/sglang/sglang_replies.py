@@ -6,7 +6,7 @@ from typing import Any
 
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.expert_encoding import decode_experts
-from areal_gym.engines.servers.replies import Reply, make_reply
+from areal_gym.engines.servers.replies import Reply, make_reply, shared_sampling_params
 from areal_gym.errors import EngineError
 from areal_gym.utils.packed_numbers import Floats, Ints
 
@@ -19,14 +19,8 @@ def sampling_params(
     SGLang also stops at the model's own end of text. `ignore_eos` prevents that, but also makes it
     ignore `stop_token_ids`.
     """
-    body: dict[str, Any] = {"temperature": params.temperature, "max_new_tokens": max_new_tokens}
-    if params.top_p != 1.0:
-        body["top_p"] = params.top_p
-    if params.top_k > 0:
-        body["top_k"] = params.top_k
-    if params.stop_token_ids:
-        body["stop_token_ids"] = list(params.stop_token_ids)
-    else:
+    body = {**shared_sampling_params(params), "max_new_tokens": max_new_tokens}
+    if not params.stop_token_ids:
         body["ignore_eos"] = True
     if params.grammar is not None:
         kind, text = params.grammar

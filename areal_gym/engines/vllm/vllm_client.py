@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_gym.engines.base import BROKEN_WEIGHTS, adapter_name
+from areal_gym.engines.base import BROKEN_WEIGHTS
 from areal_gym.engines.servers.launch import StartRecipe, module_folder
 from areal_gym.engines.servers.replies import Reply, TurnRequest
 from areal_gym.engines.servers.server_client import (
@@ -23,7 +23,6 @@ from areal_gym.engines.servers.server_client import (
     RefusedError,
     ServerClient,
     ServerFacts,
-    name_of_sleep,
 )
 from areal_gym.engines.vllm.vllm_replies import (
     GENERATE,
@@ -63,6 +62,8 @@ class VLLMClient(ServerClient):
 
     kind = "vLLM"
     protocol = "vllm"
+    context_flag = "--max-model-len"
+    version_route = "/weight_info"
     survives_torn_updates = False
     pauses_to_abort = True
     _is_raw = False
@@ -114,10 +115,7 @@ class VLLMClient(ServerClient):
         try:
             return str((await self.get("/version"))["version"])
         except (KeyError, RefusedError):
-            raise ConfigError(
-                f"{self.url} is not a vLLM server: it has no /version",
-                hints=[f"start one: {self.start_command}"],
-            ) from None
+            raise self.is_another("it has no /version") from None
 
     async def _require(self, asking: Any, version: str, route: str, remedy: str) -> Any:
         """Return the answer of a route that has to be enabled."""
@@ -152,13 +150,6 @@ class VLLMClient(ServerClient):
                 hints=[f"start it so: {self.start_command}"],
             ) from None
         return dict(answer[0])
-
-    async def weight_version(self, *, timeout_s: float = QUICK_S) -> str:
-        """Return the server's name for its weights; "default" before the first update."""
-        info = await self.get("/weight_info", timeout_s=timeout_s)
-        if "weight_version" not in info:
-            raise EngineError(f"{self.url} is not a vLLM server: it has no weight version")
-        return str(info["weight_version"])
 
     async def set_version(self, version: str) -> None:
         """Let the server report `version`; requests in flight go on."""
@@ -242,20 +233,11 @@ class VLLMClient(ServerClient):
 
     # ---- weights ------------------------------------------------------------------------------
 
-    async def load_from_disk(self, directory: Path, version: int, *, is_kept: bool = True) -> None:
-        """Load the checkpoint in `directory`; a server that refuses keeps its weights.
+    async def _load(self, directory: str, version: str) -> None:
+        """Load a checkpoint; a server that refuses keeps its weights.
 
         After any other failure the server reports `BROKEN_WEIGHTS`: its model is incomplete.
         """
-        await self._load(str(Path(directory).absolute()), str(version))
-        if is_kept:
-            self.loaded_from = (Path(directory), version)
-
-    async def reload(self, model_path: str) -> None:
-        """Load the weights that the server was started with, from its own `model_path`."""
-        await self._load(model_path, "default")
-
-    async def _load(self, directory: str, version: str) -> None:
         try:
             answers = await self._call_workers(
                 "load_weights_from", timeout_s=DISK_S, directory=directory
@@ -271,10 +253,9 @@ class VLLMClient(ServerClient):
             raise RefusedError(message, status=400)
         await self.set_version(version)
 
-    async def load_adapter(self, directory: Path, version: int) -> None:
-        """Load the LoRA adapter in `directory`, for requests that name `adapter_name(version)`."""
-        path = str(Path(directory).absolute())
-        body = {"lora_name": adapter_name(version), "lora_path": path, "load_inplace": True}
+    async def _load_adapter(self, name: str, directory: Path) -> None:
+        """Load a LoRA adapter, in place of an earlier one of that name."""
+        body = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
         try:
             await self.post("/v1/load_lora_adapter", body, timeout_s=ADAPTER_S)
         except RefusedError as refused:
@@ -287,7 +268,6 @@ class VLLMClient(ServerClient):
                     f"and with {' '.join(f'{k}={v}' for k, v in RECIPE.environment.items())}",
                 ),
             ) from None
-        self.loaded_adapter = (Path(directory), version)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget a LoRA adapter; requests that name it are sent back.
@@ -328,10 +308,8 @@ class VLLMClient(ServerClient):
 
     # ---- memory -------------------------------------------------------------------------------
 
-    async def fall_asleep(self, tags: Sequence[str]) -> None:
-        """Set requests aside, and release the memory of `tags`."""
-        await self.set_aside()
-        await self.set_version(name_of_sleep(tags))
+    async def _release_memory(self, tags: Sequence[str]) -> None:
+        """Release the memory of `tags`; requests have been set aside."""
         route = "/sleep?level=2&mode=keep" if WEIGHTS in tags else "/release_kv_cache_memory"
         await self.post(route, {}, timeout_s=MEMORY_S)
 

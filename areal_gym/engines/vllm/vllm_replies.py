@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_gym.engines.base import SamplingParams
-from areal_gym.engines.servers.replies import Reply, TurnRequest, make_reply
+from areal_gym.engines.servers.replies import Reply, TurnRequest, make_reply, shared_sampling_params
 from areal_gym.errors import EngineError
 from areal_gym.utils.packed_numbers import Floats, Ints
 
@@ -39,18 +39,12 @@ def sampling_params(
     A seed begins a stream of random numbers for each request. The continuation of a turn must not
     draw the same ones again, so the number of tokens before it is part of its seed.
     """
-    body: dict[str, Any] = {
-        "temperature": params.temperature,
+    body = {
+        **shared_sampling_params(params),
         "max_tokens": max_new_tokens,
         "logprobs": 0,
         "ignore_eos": params.grammar is None,
     }
-    if params.top_p != 1.0:
-        body["top_p"] = params.top_p
-    if params.top_k > 0:
-        body["top_k"] = params.top_k
-    if params.stop_token_ids:
-        body["stop_token_ids"] = list(params.stop_token_ids)
     if params.grammar is not None:
         kind, text = params.grammar
         body["structured_outputs"] = {"json" if kind == "json_schema" else kind: text}

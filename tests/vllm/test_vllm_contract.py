@@ -1,0 +1,44 @@
+"""The contract of engines, kept by vLLM's: over the stand-in, and over the real server."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from conftest import NEEDS_REAL, running_server
+
+from areal_gym.engines.vllm import VLLMEngine
+from areal_gym.testing.engine_contract import ENGINE_RULES, EnginePolicies, check_engine
+from tests._support.engines_under_test import (
+    RULES_OF_UPDATES,
+    RULES_OF_WORKERS,
+    SERVED_VLLM,
+    served,
+)
+
+CASES = [(rule, "abort") for rule in ENGINE_RULES]
+CASES += [(rule, "keep") for rule in RULES_OF_UPDATES]
+
+
+@pytest.mark.parametrize(("rule", "interrupt"), CASES)
+def test_vllm_keeps_the_contract(kind, server, policies, rule, interrupt):
+    opened = served(VLLMEngine, server, interrupt)
+    pair = EnginePolicies(first=policies[0], second=policies[1])
+    check_engine(rule, opened, pair, SERVED_VLLM[kind])
+
+
+@NEEDS_REAL
+@pytest.mark.slow
+def test_two_workers_keep_the_contract(policies, tmp_path):
+    """Each worker of a server with tensor parallelism takes its part of each tensor."""
+    pair = EnginePolicies(first=policies[0], second=policies[1])
+    abilities = replace(SERVED_VLLM["real"], weight_syncs=("disk", "distributed"))
+    flags = ("--tensor-parallel-size", "2")
+    with running_server("real", policies[0], tmp_path / "log", *flags) as url:
+        assert asyncio.run(num_workers(policies[0], url)) == 2
+        for rule in RULES_OF_WORKERS:
+            check_engine(rule, served(VLLMEngine, url), pair, abilities)
+
+
+async def num_workers(policy, url):
+    async with served(VLLMEngine, url)(policy) as engine:
+        return engine.servers[0].client.num_ranks
