@@ -69,7 +69,9 @@ if TYPE_CHECKING:
     help="On a terminal: steps between two displays of the best and worst trajectory; 0 is never.",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Print the settings and the size of a step, and do not train."
+    "--dry-run",
+    is_flag=True,
+    help="Print the settings and the size of a step, open --data and --reward, and do not train.",
 )
 @common_options
 @click.pass_obj
@@ -119,7 +121,7 @@ def train_command(
     require_named_model(config, flags, overrides, recipe)
     if dry_run:
         require_plain_sampling(config)
-        for line in _describe(config):
+        for line in [*_describe(config), *(_describe_own_tasks(config) if own else ())]:
             print_data(f"# {line}")
         print_data(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
         return
@@ -174,6 +176,17 @@ def _describe(config: RunConfig) -> list[str]:
         f"{entry.spec.kind}: {entry.id}, from {entry.plugin.source}"
         for entry in entries_used(config)
     ]
+    return lines
+
+
+def _describe_own_tasks(config: RunConfig) -> list[str]:
+    """Open the user's data and rewards, whose errors are worth more than the size of a step."""
+    from areal_gym.runs.components import Components
+    from areal_gym.runs.task_counts import announce_tasks
+
+    lines: list[str] = []
+    if config.objective not in SUPERVISED:
+        announce_tasks(config, Components.of(config), lines.append)
     return lines
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from areal_gym.errors import DataError, choices
+from areal_gym.rewards.base import SAMPLE_NAMES
 from areal_gym.tasks import Draft, SourceRow, key_of_text
 from areal_gym.types import Message
 from areal_gym.utils.markup import short
@@ -50,7 +51,10 @@ def drafts(
             if name not in row.data:
                 raise DataError(
                     f"{row.where}: no field {name!r}, which the reward {reward!r} needs",
-                    hints=choices(name, row.data),
+                    hints=[
+                        *choices(name, row.data),
+                        f"besides columns, a reward may ask for: {', '.join(SAMPLE_NAMES)}",
+                    ],
                 )
         try:
             data = {name: plain_value(value) for name, value in row.data.items()}

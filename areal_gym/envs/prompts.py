@@ -93,7 +93,7 @@ class PromptsEnv(TextEnv):
                 prompt=self._prompt,
                 tool_results=tuple(text_of(m["content"]) for m in answers if m["role"] == "tool"),
                 row=plain_value(self.task.data),  # lists are lists again
-                where=_place(self.task.id),
+                where=self.place_of(self.task),
             )
         )
         return Response(
@@ -120,9 +120,24 @@ class PromptsEnv(TextEnv):
                 messages=(*messages_of(prompt), {"role": "assistant", "content": completion}),
                 prompt=prompt,
                 row=plain_value(task.data),
-                where=_place(task.id),
+                where=self.place_of(task),
             )
         )
+
+    def place_of(self, task: Task) -> str:
+        """Return the words for a task: the line or row that it was made of, where its id says so.
+
+        Example: `"prompts.jsonl, line 3 (task prompts/3-64f77295)"`
+        """
+        data, _, row = task.id.rpartition("/")
+        number = row.partition("-")[0]
+        if not number.isdigit():
+            return f"task {task.id}"
+        file = Path(str(getattr(self.tasks, "name", ""))).name
+        if file == data or file.partition(".")[0] != data:  # an object, or one file of several
+            return f"row {number} of {data} (task {task.id})"
+        unit = "line" if ".jsonl" in file or ".ndjson" in file else "row"
+        return f"{file}, {unit} {number} (task {task.id})"
 
     def gold_action(self) -> str:
         """Return the row's `gold`, or else its `answer`; a row with neither is a UsageError."""
@@ -143,13 +158,6 @@ class PromptsEnv(TextEnv):
 
 
 _PLAUSIBLE = "The answer is 42."
-
-
-def _place(task_id: str) -> str:
-    """Return the words for a task: the row that it was made of, where its id says so."""
-    data, _, row = task_id.rpartition("/")
-    number = row.partition("-")[0]
-    return f"row {number} of {data} (task {task_id})" if number.isdigit() else f"task {task_id}"
 
 
 def _require_given(tasks: Any, reward: Any) -> None:

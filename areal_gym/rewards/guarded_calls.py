@@ -6,6 +6,7 @@
 
 A thread cannot be killed. One whose time is over is sent an exception, which ends loops written in
 Python, and is never used again; a call that waits inside of a C function lives on until it returns.
+One that holds the interpreter's lock meanwhile stops all threads: its line is written to stderr.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+from areal_gym.rewards.stall_watch import watch_for_stalls
 
 MAX_THREADS = 32
 """Calls of one function at a time. Later ones wait for a thread, which their limit does not count.
@@ -146,6 +149,7 @@ class ThreadedCalls:
                 raise
             with contextlib.suppress(IndexError):
                 return self._idle.pop()
+        watch_for_stalls()
         worker = _Worker()
         self._workers.add(worker)
         return worker
@@ -238,7 +242,9 @@ async def _contained(awaitable: Awaitable[Any]) -> Any:
     """Await it; what would end the loop or look like our own cancellation is an error of its."""
     try:
         return await awaitable
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+    except (Exception, _TimeOverError):
+        raise
+    except BaseException as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise

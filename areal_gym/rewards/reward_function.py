@@ -108,6 +108,7 @@ class RewardFunction:
             EnvError: it raised, took too long, or a column that it asks for is missing.
         """
         arguments = self._arguments(sample)
+        error: BaseException | None = None
         try:
             if self.never_blocks:
                 value = self.function(**arguments)
@@ -117,7 +118,7 @@ class RewardFunction:
                 value = await run_coroutine(self.function(**arguments), self.timeout_s)
             else:
                 value, error = await self._call_in_thread(arguments)
-                if error is not None:
+                if isinstance(error, Exception):
                     raise error
                 if inspect.isawaitable(value):  # of a function that returns a coroutine
                     value = await run_coroutine(value, self.timeout_s)
@@ -126,12 +127,14 @@ class RewardFunction:
                 f"{self} did not return within {self.timeout_s:g} s{_on(sample)}; raise its "
                 '"timeout_s" if it needs longer'
             ) from None
-        except EpisodeError as error:
-            message = f"{self}{_on(sample)}: {error.message}"
-            raise type(error)(message, hints=error.hints) from error
+        except EpisodeError as failure:
+            message = f"{self}{_on(sample)}: {failure.message}"
+            raise type(failure)(message, hints=failure.hints) from failure
         except GymError:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except Exception as raised:
+            raise self._failure(raised, sample) from raised
+        if error is not None:  # SystemExit, CancelledError, ... of the function, not of this task
             raise self._failure(error, sample) from error
         return self._read(value, sample)
 

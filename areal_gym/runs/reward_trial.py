@@ -30,16 +30,23 @@ async def try_rewards(components: Components, split: str, say: Callable[[str], N
             return
         rows = min(_NUM_ROWS, env.num_tasks(split) or _NUM_ROWS)
         failures: list[EpisodeError] = []
-        async with asyncio.timeout(_TIME_LIMIT_S):
-            for place in range(rows):
-                try:
-                    await env.try_rewards(env.tasks.at(place, split))
-                    break
-                except EpisodeError as error:
-                    failures.append(error)
-    except TimeoutError:
-        say(f"warning: the reward took more than {_TIME_LIMIT_S:g} s for an answer to one row")
-        return
+        for index in range(rows):
+            task = env.tasks.at(index, split)
+            try:
+                async with asyncio.timeout(_TIME_LIMIT_S):
+                    await env.try_rewards(task)
+                break
+            except EpisodeError as error:
+                failures.append(error)
+            except TimeoutError:
+                own = [reward for reward in env.rewards if not reward.never_blocks]
+                limit_s = max(reward.timeout_s for reward in own)
+                say(
+                    f"warning: {' and '.join(map(str, own))} took more than {_TIME_LIMIT_S:g} s "
+                    f"for an answer to {env.place_of(task)}; after {limit_s:g} s (timeout_s) a "
+                    "call is given up, and its episode is in no batch"
+                )
+                return
     finally:
         await env.aclose()
     if not failures:

@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_gym.errors import DataError, NothingToDoError, UsageError
 from areal_gym.tasks.base import Draft, TaskSource, asked_for
-from areal_gym.tasks.row_tasks import NO_TASK_HINTS, task_of_row
+from areal_gym.tasks.row_tasks import NO_TASK_HINTS, task_of_row, with_skip_hint
 from areal_gym.tasks.rows import Rows, SourceRow
 from areal_gym.types import Task
 
@@ -103,8 +103,8 @@ class LargeRowTasks(TaskSource):
     def _draft(self, row: SourceRow) -> Draft | None:
         try:
             return self._make_draft(row)
-        except DataError:
+        except DataError as error:
             if not self._skip_broken:
-                raise
+                raise with_skip_hint(error, self.name) from None
             self.num_skipped += 1
             return None

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from areal_gym.errors import DataError
 from areal_gym.tasks.rows import Rows, SequenceRows, SourceRow, row_object, unnamed_file
+from areal_gym.utils.command_words import quoted
 from areal_gym.utils.files import path_hints
 
 MAX_ROW = 2**26
@@ -111,7 +112,13 @@ def parse_json(text: str, where: str) -> Any:
     """Return the value of a JSON text, or raise DataError."""
     try:
         return json.loads(text)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        is_one_line = "\n" not in text.rstrip("\n")
+        if is_one_line:
+            place = f"column {error.pos + 1}"
+        raise DataError(f"{where}: not JSON: {error.msg}, in {place}") from None
+    except ValueError as error:  # an integer of thousands of digits
         raise DataError(f"{where}: not JSON: {error}") from None
     except RecursionError:
         raise DataError(f"{where}: nested too deeply") from None
@@ -176,7 +183,13 @@ class JsonLineRows(_FileRows):
             self._kept = np.delete(np.arange(len(starts) - 1), blank)
 
     def _parsed(self, raw: bytes, line: int, where: str) -> Any:
-        return row_object(parse_json(_decoded(raw, where, is_first=line == 0), where), where)
+        text = _decoded(raw, where, is_first=line == 0)
+        try:
+            return row_object(parse_json(text, where), where)
+        except DataError as error:
+            cat = "zcat" if self._file.path.suffix == ".gz" else "cat"
+            see = f"see it: {cat} {quoted(self._file.path)} | sed -n {line + 1}p"
+            raise DataError(error.message, hints=[*error.hints, see]) from None
 
 
 def _lines(file: _Bytes) -> tuple[NDArray[np.int64], list[int]]:

@@ -50,10 +50,7 @@ def text_field(row: SourceRow, name: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value.strip():
-        raise DataError(
-            f"{row.where}: field {name!r} is {value!r}; a text or a number is needed",
-            hints=["leave such rows out: skip_broken=true"],
-        )
+        raise DataError(f"{row.where}: field {name!r} is {value!r}; a text or a number is needed")
     return value
 
 

@@ -94,9 +94,9 @@ class RowTasks:
                 continue
             try:
                 draft = self._make_draft(row)
-            except DataError:
+            except DataError as error:
                 if not self._skip_broken:
-                    raise
+                    raise with_skip_hint(error, self.name) from None
                 self.num_skipped += 1
                 continue
             if draft.split not in (None, *SPLITS):
@@ -112,6 +112,12 @@ class RowTasks:
                 f"{self.name} has no task in split {split!r}", hints=NO_TASK_HINTS
             )
         return tasks
+
+
+def with_skip_hint(error: DataError, name: str) -> DataError:
+    """Return the error of a row with the setting that passes over such rows."""
+    setting = f"env.kwargs.tasks={{data: {name}, skip_broken: true}}"
+    return DataError(error.message, hints=[*error.hints, f"leave such rows out: '{setting}'"])
 
 
 def task_of_row(row: SourceRow, draft: Draft, split: str) -> Task:

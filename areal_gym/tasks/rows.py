@@ -168,7 +168,7 @@ class SpooledRows(Rows):
             for row in rows:
                 yield row
                 num_read += 1
-        except (GymError, OSError):
+        except GymError:
             raise
         except Exception as error:
             raise DataError(

@@ -32,6 +32,19 @@ def hangs(completion):
 
 hangs.timeout_s = 0.05
 
+class Odd(BaseException):
+    pass
+
+def odd(completion):
+    raise Odd("not an Exception")
+
+def ends(completion):
+    raise SystemExit(3)
+
+def slow(completion):
+    time.sleep(0.5)
+    return 1.0
+
 def none(completion):
     return None
 
@@ -44,6 +57,7 @@ def needs(completion, solution):
 class NoEnv:
     pass
 """
+STARTER = ["--model", "starter"]
 ROWS = [{"prompt": f"What is {n}+1?", "answer": str(n + 1)} for n in range(9)]
 
 
@@ -70,15 +84,25 @@ def train(tmp_path, monkeypatch, tiny_policy, capsys):
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        ("nan", ["'nan' returned nan, on row ", " of rows (task rows/", "finite number"]),
-        ("text", ["'text' returned 'good', on row ", "float(...)"]),
-        ("many", ["'many' returned [1.0, 2.0], on row ", "2 rewards for 1 completion"]),
+        ("nan", ["'nan' returned nan, on rows.jsonl, line ", " (task rows/", "finite number"]),
+        ("text", ["'text' returned 'good', on rows.jsonl, line ", "float(...)"]),
+        (
+            "many",
+            ["'many' returned [1.0, 2.0], on rows.jsonl, line ", "2 rewards for 1 completion"],
+        ),
         (
             "raises",
-            ["'raises' raised KeyError", "mine.py, line 17", "on row ", "check --data DATA"],
+            [
+                "'raises' raised KeyError",
+                "mine.py, line 17",
+                "on rows.jsonl, line ",
+                "check --data DATA",
+            ],
         ),
-        ("hangs", ["'hangs' did not return within 0.05 s, on row ", '"timeout_s"']),
-        ("none", ["no reward applies to row ", "return a number"]),
+        ("hangs", ["'hangs' did not return within 0.05 s, on rows.jsonl, line ", '"timeout_s"']),
+        ("ends", ["'ends' raised SystemExit: 3 (mine.py, line ", "on rows.jsonl, line "]),
+        ("odd", ["'odd' raised Odd: not an Exception (mine.py, line ", "on rows.jsonl, line "]),
+        ("none", ["no reward applies to rows.jsonl, line ", "return a number"]),
     ],
 )
 def test_a_broken_reward_is_told_of_before_anything_starts(train, tmp_path, reward, words):
@@ -94,10 +118,33 @@ def test_a_reward_that_fails_for_some_rows_is_a_warning(train):
     assert "warning: reward 'sometimes' raised KeyError: '1' (mine.py, line " in said
 
 
+def test_a_slow_reward_is_named_before_the_start(train, monkeypatch):
+    monkeypatch.setattr("areal_gym.runs.reward_trial._TIME_LIMIT_S", 0.1)
+    said = train("--data", "rows.jsonl", "--reward", "mine.py:slow", "engine.max_context=1")
+    assert "warning: reward 'slow' took more than 0.1 s for an answer to rows.jsonl, line " in said
+    assert "after 60 s (timeout_s) a call is given up" in said
+
+
+def test_a_dry_run_opens_the_data_and_the_reward(train, capsys):
+    assert run(["train", "--data", "rows.jsonl", "--reward", "exact", "--dry-run", *STARTER]) == 0
+    assert "# tasks: " in (said := capsys.readouterr().out)
+    assert "9 rows, and none is held out" in said
+    assert "no reward 'exakt'" in train("--data", "rows.jsonl", "--reward", "exakt", "--dry-run")
+    assert "line 1: no field 'solution'" in train(
+        *("--data", "rows.jsonl", "--reward", "mine.py:needs", "--dry-run")
+    )
+    missing = train("--data", "nowhere.jsonl", "--reward", "exact", "--dry-run")
+    assert "nowhere.jsonl: No such file" in missing
+
+
 @pytest.mark.parametrize(
     ("line", "reward", "words"),
     [
-        ('{"answer": "3"}', "mine.py:ok", ["line 4: no prompt", "env.kwargs.prompt=COLUMN"]),
+        (
+            '{"answer": "3"}',
+            "mine.py:ok",
+            ["line 4: no prompt", "env.kwargs.prompt=COLUMN", "skip_broken: true}"],
+        ),
         ('{"prompt": 3}', "mine.py:ok", ["line 4: the prompt is 3; a text or messages"]),
         ('{"prompt": ""}', "mine.py:ok", ["line 4: the prompt is empty"]),
         (
@@ -106,12 +153,20 @@ def test_a_reward_that_fails_for_some_rows_is_a_warning(train):
             ["line 4: message 1 of the prompt has the role 'usr'", "user"],
         ),
         ('["a"]', "mine.py:ok", ["line 4: a row is an object, not list", "such as"]),
-        ('{"prompt"', "mine.py:ok", ["line 4: not JSON"]),
+        (
+            '{"prompt"',
+            "mine.py:ok",
+            ["line 4: not JSON: Expecting ':' delimiter, in column 10", "sed -n 4p"],
+        ),
         ('{"prompt": "a"}', "exact", ["line 4: no field 'answer'", "the reward 'exact' needs"]),
         (
             '{"prompt": "a", "answer": "b"}',
             "mine.py:needs",
-            ["line 1: no field 'solution', which the reward 'needs' needs", "prompt, answer"],
+            [
+                "line 1: no field 'solution', which the reward 'needs' needs",
+                "prompt, answer",
+                "a reward may ask for: completion, messages, prompt, tool_results, row",
+            ],
         ),
     ],
 )

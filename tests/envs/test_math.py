@@ -116,7 +116,8 @@ def test_row_without_answer_is_named_or_skipped(monkeypatch):
     file = DATA / "math_train" / "train.jsonl.gz"
     with pytest.raises(DataError, match="line 887: field 'answer' is None") as caught:
         MathEnv(tasks={"data": file, "fields": {"question": "problem"}})
-    assert "skip_broken=true" in caught.value.hints[0]
+    assert "env.kwargs.tasks={data: " in caught.value.hints[0]
+    assert "skip_broken: true" in caught.value.hints[0]
     env = MathEnv(tasks={"data": file, "fields": {"question": "problem"}, "skip_broken": True})
     assert env.task_source.num_skipped == 4
 

@@ -169,6 +169,30 @@ def test_exceptions_name_the_line_of_the_function():
         score(lambda completion: exit(3))
 
 
+class Odd(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Odd, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_what_is_no_exception_fails_its_episode_only(kind):
+    def raises(completion):
+        raise kind("no")
+
+    async def raises_later(completion):
+        raise kind("no")
+
+    async def main(reward):
+        rewards = load_rewards(reward)
+        scores = (rewards.score(sample()) for _ in range(2))
+        return await asyncio.gather(*scores, return_exceptions=True)
+
+    for reward in (raises, raises_later):
+        for failure in asyncio.run(main(reward)):
+            assert isinstance(failure, EnvError)
+            assert kind.__name__ in str(failure)
+            assert "on prompts.jsonl, line 3" in str(failure)
+
+
 def test_missing_columns_are_said_before_and_while_scoring():
     def reward(completion, anwser):
         return 1.0

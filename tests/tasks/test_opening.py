@@ -174,12 +174,13 @@ def test_a_row_that_is_no_object_is_named(row):
             open_rows(data)
 
 
-def test_an_iterable_that_raises_names_the_row_before_it():
+@pytest.mark.parametrize("kind", [RuntimeError, OSError])
+def test_an_iterable_that_raises_names_the_row_before_it(kind):
     def broken():
         yield from ROWS
-        raise RuntimeError("the disk is on fire")
+        raise kind("the disk is on fire")
 
-    with pytest.raises(DataError, match="rows failed after row 7: RuntimeError: the disk"):
+    with pytest.raises(DataError, match=f"rows failed after row 7: {kind.__name__}: the disk"):
         open_rows(broken())
 
 
