@@ -15,6 +15,7 @@ from areal_gym.errors import NothingToDoError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.run_dir.evaluations import Evaluation, EvaluationInfo, evaluation_paths
 from areal_gym.run_dir.run_list import new_run_path
+from areal_gym.utils.command_words import quoted
 from areal_gym.utils.files import path_hints, read_yaml
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def _resumed(request: Request) -> Plan:
     if names := [name for name, value in given.items() if value]:
         raise UsageError(
             f"--resume goes on as the evaluation began: {', '.join(names)} cannot be given",
-            hints=[f"go on: areal-gym eval --resume --out {request.out}"],
+            hints=[f"go on: areal-gym eval --resume --out {quoted(request.out)}"],
         )
     paths = evaluation_paths(request.out)
     if not paths:

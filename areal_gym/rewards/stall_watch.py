@@ -1,4 +1,4 @@
-"""Names the line of a call that keeps every thread from running, on stderr.
+"""Names the line of a call that keeps every thread from running or ends the process, on stderr.
 
 A regular expression that explodes holds the interpreter's lock: no time limit fires, and neither
 Ctrl-C nor SIGTERM is handled. The watch of faulthandler is a thread in C, which needs no lock: it
@@ -41,6 +41,8 @@ def watch_for_stalls(limit_s: float = _LIMIT_S) -> None:
 def _put_off(limit_s: float, beat_s: float) -> None:
     # Without a stderr (a service, a notebook's kernel that has closed it) nothing can be written.
     with contextlib.suppress(AttributeError, ValueError, OSError, RuntimeError):
+        if not faulthandler.is_enabled():
+            faulthandler.enable(sys.__stderr__)  # abort() and segmentation faults
         while True:
             faulthandler.dump_traceback_later(limit_s, repeat=True, file=sys.__stderr__)
             time.sleep(beat_s)

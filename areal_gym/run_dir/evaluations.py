@@ -106,7 +106,14 @@ class EvaluationInfo:
         run, step = self.policy.get("run"), self.policy.get("step")
         if run:
             return Path(run).name + ("" if step is None else f", step {step}")
-        return str(self.policy.get("checkpoint") or self.policy.get("model") or "?")
+        name = str(self.policy.get("checkpoint") or self.policy.get("model") or "?")
+        path = Path(name)
+        if not path.is_absolute():
+            return name  # a name on the hub, or a small policy
+        number = path.name.removeprefix("step-")
+        if path.parent.name == "checkpoints" and number.isdecimal():  # of a run, given as a model
+            return f"{path.parent.parent.name}, step {int(number)}"
+        return path.name
 
 
 class Evaluation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -105,7 +105,8 @@ class Run:
         rewards = [_number(row.get("reward/mean")) for row in rows]
         evaluations = self.evaluations()
         is_graded = any(is_graded_reward(_mapping(row.get("sampled"))) for row in evaluations)
-        settings, problems = self.identity(), self._problems()
+        settings = self.identity()
+        problems = self._problems(settings)
         status, error = self._status()
         notes, times = RunNotes(), self._times()
         try:
@@ -310,14 +311,14 @@ class Run:
                 return self.directory.status, self.directory.error
         return "stopped", None
 
-    def _problems(self) -> list[str]:
+    def _problems(self, identity: Mapping[str, Any]) -> list[str]:
         counts = {"metrics.jsonl": self._metrics, "evaluations.jsonl": self._evaluations}
         problems = [
             f"{name}: {file.num_damaged} damaged lines were skipped"
             for name, file in counts.items()
             if file.num_damaged
         ]
-        if self.directory.config_file.exists() and not self.identity():
+        if self.directory.config_file.exists() and not identity:
             problems.append("config.yaml: these settings cannot be read")
         return problems
 

@@ -7,6 +7,7 @@ are filled in by the next answers.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from typing import Any
 from areal_gym.viewer.catalog import Catalog, Run
 
 _MAX_GONE = 10_000
+_LOOK_AGAIN_S = 1.0
+"""While runs are unread, how old the list of directories may be: it takes as long as 200 cards."""
 
 
 @dataclass(slots=True)
@@ -33,8 +36,8 @@ class _Entry:
 class RunListing:
     """Numbers the changes of all cards, and returns those after a cursor. Several threads may ask.
 
-    `card` reads the card of a run; it must not raise. One answer reads runs for `budget_s`, and
-    at least one: a page shows the newest ones after the first answer.
+    `card` reads the card of a run; it must not raise. One answer reads runs for `budget_s` of CPU
+    time, and at least one: a page shows the newest ones after the first answer.
     """
 
     def __init__(
@@ -48,6 +51,9 @@ class RunListing:
         """Distinguishes this server's cursors from those of an earlier one."""
         self._oldest = 0
         """Cursors before this one know of runs whose end has been forgotten."""
+        self._runs: list[Run] = []
+        self._looked_s = -math.inf
+        self._num_unread = 0
         self._lock = Lock()
 
     def changes(self, cursor: str = "") -> dict[str, Any]:
@@ -58,22 +64,24 @@ class RunListing:
         another server, or none. `num_unread` stubs are left for the next answers.
         """
         with self._lock:
-            runs = self._catalog.runs()
-            self._note_changes(runs)
+            now_s = time.monotonic()
+            if not self._num_unread or now_s - self._looked_s > _LOOK_AGAIN_S:
+                self._runs, self._looked_s = self._catalog.runs(), now_s
+                self._note_changes(self._runs)
             unread = [entry for entry in self._entries.values() if not entry.is_read]
             unread.sort(key=lambda entry: entry.run.changed_s, reverse=True)
-            num_read = self._read(unread)
+            self._num_unread = len(unread) - self._read(unread)
             epoch, _, digits = cursor.partition("-")
             known = int(digits) if digits.isdecimal() and len(digits) < 16 else 0
             is_whole = epoch != self._epoch or known < self._oldest
             known = 0 if is_whole else known
-            names = {run.name for run in runs}
+            names = {run.name for run in self._runs}
             return {
                 "cursor": f"{self._epoch}-{self._number}",
                 "is_whole": is_whole,
                 "cards": [e.card for e in self._entries.values() if e.number > known],
                 "gone": sorted({name for n, name in self._gone if n > known} - names),
-                "num_unread": len(unread) - num_read,
+                "num_unread": self._num_unread,
             }
 
     def _note_changes(self, runs: list[Run]) -> None:
@@ -94,9 +102,9 @@ class RunListing:
                 entry.stamp, entry.is_read = stamp, False
 
     def _read(self, unread: list[_Entry]) -> int:
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         for place, entry in enumerate(unread):
-            if place and time.perf_counter() - start_s > self._budget_s:
+            if place and time.thread_time() - start_s > self._budget_s:
                 return place
             card = self._card(entry.run)
             entry.is_read = True

@@ -42,6 +42,9 @@ def contained(root: Path, file: Path) -> Path | None:
     process that writes to the directory at the same time.
     """
     try:
+        # A plain file directly inside needs no look at the links on the way to it.
+        if file.parent == root and stat.S_ISREG(os.lstat(file).st_mode):
+            return file
         home, place = os.path.realpath(root), os.path.realpath(file)
         if not place.startswith(home.rstrip(os.sep) + os.sep):
             return None

@@ -45,6 +45,8 @@ def slow(completion):
     time.sleep(0.5)
     return 1.0
 
+slow.timeout_s = 0.3
+
 def none(completion):
     return None
 
@@ -120,9 +122,9 @@ def test_a_reward_that_fails_for_some_rows_is_a_warning(train):
 
 def test_a_slow_reward_is_named_before_the_start(train, monkeypatch):
     monkeypatch.setattr("areal_gym.runs.reward_trial._TIME_LIMIT_S", 0.1)
-    said = train("--data", "rows.jsonl", "--reward", "mine.py:slow", "engine.max_context=1")
+    said = train("--data", "rows.jsonl", "--reward", "mine.py:slow")
     assert "warning: reward 'slow' took more than 0.1 s for an answer to rows.jsonl, line " in said
-    assert "after 60 s (timeout_s) a call is given up" in said
+    assert "after 0.3 s (timeout_s) a call is given up" in said
 
 
 def test_a_dry_run_opens_the_data_and_the_reward(train, capsys):
@@ -156,7 +158,7 @@ def test_a_dry_run_opens_the_data_and_the_reward(train, capsys):
         (
             '{"prompt"',
             "mine.py:ok",
-            ["line 4: not JSON: Expecting ':' delimiter, in column 10", "sed -n 4p"],
+            ["line 4: not JSON: Expecting ':' delimiter, in column 11", "sed -n 4p"],
         ),
         ('{"prompt": "a"}', "exact", ["line 4: no field 'answer'", "the reward 'exact' needs"]),
         (

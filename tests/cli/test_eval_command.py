@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from areal_gym.cli.app import run
 from areal_gym.run_dir.evaluations import Evaluation
+from areal_gym.run_dir.run_dir import RunDir
 from tests._support.evaluation_dirs import write_evaluation
 
 
@@ -118,3 +120,23 @@ def test_a_missing_run_is_a_usage_error_everywhere(cli, argv):
     assert code == 2
     assert "runs/gone" in err
     assert "areal-gym list" in err
+
+
+def test_a_run_names_the_package_of_a_plugin_that_is_gone(cli, tiny_policy, tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.begin()
+    shutil.copytree(tiny_policy, run.checkpoints_dir / "step-000001")
+    run.save_config("env: {id: countdown/numbers}\n")
+    entry = {"id": "countdown/numbers", "plugin": "countdown", "version": "0.1.0"}
+    run.save_provenance([{**entry, "distribution": "areal-gym-countdown"}], "")
+    for command in ("eval", "--run", "run"), ("train", "--resume", "--out", "run"):
+        code, _, err = cli(*command, *(["--trust"] * (command[0] == "train")))
+        assert code == 2, err
+        assert "this run had it from plugin countdown: pip install" in err
+        assert "'areal-gym-countdown==0.1.0'" in err
+
+
+def test_printed_commands_quote_paths(cli):
+    code, _, err = cli("eval", "--resume", "--env", "math", "--out", "my runs/a")
+    assert code == 2
+    assert "areal-gym eval --resume --out 'my runs/a'" in err

@@ -33,6 +33,21 @@ def test_samples_come_back_in_the_order_of_tasks(tmp_path):
     assert not info.is_greedy
 
 
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        ({"model": "Qwen/Qwen3-0.6B"}, "Qwen/Qwen3-0.6B"),
+        ({"model": "/models/Qwen3-0.6B"}, "Qwen3-0.6B"),
+        ({"model": "/runs/tir-1/checkpoints/step-000040"}, "tir-1, step 40"),
+        ({"model": "/runs/tir-1/checkpoints/best"}, "best"),
+        ({}, "?"),
+    ],
+)
+def test_a_policy_has_a_short_name(tmp_path, policy, name):
+    write_evaluation(tmp_path / "e", PLACES, scores=SCORES, policy=policy)
+    assert Evaluation.open(tmp_path / "e").info.policy_name == name
+
+
 def test_an_unfinished_one_tells_how_far_it_is(tmp_path):
     write_evaluation(tmp_path / "e", PLACES[:3])
     evaluation = Evaluation.open(tmp_path / "e")

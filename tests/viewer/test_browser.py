@@ -598,6 +598,16 @@ def test_pages_fit_a_phone_screen(browser, runs, scheme):
         page.wait_for_timeout(200)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
         assert page.evaluate("document.querySelector('main').scrollWidth") <= 390, place
+        # Nothing is cut off at the right edge: scores with intervals, differences.
+        cells = ".run > *, .score-table td"
+        assert (
+            page.evaluate(
+                f"Math.max(0, ...[...document.querySelectorAll('{cells}')].map(e => "
+                "Math.max(e.getBoundingClientRect().left + e.scrollWidth, "
+                "e.getBoundingClientRect().right)))"
+            )
+            <= 390
+        ), place
     context.close()
 
 

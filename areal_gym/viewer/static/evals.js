@@ -128,7 +128,7 @@ export async function sideBySidePage(main, ids) {
   }
 
   function drawScores() {
-    fill(scores, h("h1", {}, "Side by side"), h("div.wide-table", {}, h("table.score-table", {}, h("tbody", {}, cards.map((card, i) => {
+    fill(scores, h("h1", {}, "Side by side"), cards.length ? null : h("p.empty", {}, "No evaluation is selected: choose two in the list of evaluations."), h("div.wide-table", {}, h("table.score-table", {}, h("tbody", {}, cards.map((card, i) => {
       const main = mainScore(card);
       return h("tr", {}, h(`th.c${i % 8}`, {}, h("i.swatch"), ` ${i + 1} `, h("a", { href: address(["eval", card.id]) }, shown(card.name)), h("small", {}, shown(` ${labelOfPolicy(card)}`))),
         h("td", {}, main ? h("b", {}, number(main.value)) : "–"), h("td", {}, main && main.low !== null ? h("small", {}, `${number(main.low)} to ${number(main.high)}`) : ""),
