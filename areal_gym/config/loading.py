@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from areal_gym.config.absolute_paths import beside_recipe
 from areal_gym.config.algorithm_settings import PRESETS
 from areal_gym.config.defaults import RENAMED, on_starter_defaults, without_defaults
 from areal_gym.config.prompts_settings import PROMPTS, on_prompts_defaults
@@ -40,7 +41,8 @@ def load_config(
     Raises:
         ConfigError: unreadable file, unknown key (with a suggestion), wrong value, or a conflict.
     """
-    tree = merged(base or {}, {} if file is None else _read_yaml(file))
+    recipe = {} if file is None else beside_recipe(_read_yaml(file), file.parent)
+    tree = merged(base or {}, recipe)
     given = [*(flags or {}).items(), *map(parse_override, overrides)]
     given = [(_RENAMED.get(key, key), value) for key, value in given]
     if given:

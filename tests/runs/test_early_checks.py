@@ -54,6 +54,21 @@ def test_paths_that_exist_are_recorded_as_absolute(tmp_path, monkeypatch):
     assert with_absolute_paths(found) == found
 
 
+def test_paths_of_a_recipe_are_looked_for_here_and_then_beside_it(tmp_path, monkeypatch):
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    for file in ("rows.jsonl", "recipes/rows.jsonl", "recipes/more.jsonl", "recipes/mine.py"):
+        (tmp_path / file).touch()
+    kwargs = "{tasks: {data: more.jsonl, test: rows.jsonl}, reward: mine.py:exact, x: gone.jsonl}"
+    (folder / "a.yaml").write_text(f"env: {{id: prompts, kwargs: {kwargs}}}\n")
+    assert load_config(folder / "a.yaml").env.kwargs == {
+        "tasks": {"data": str(folder / "more.jsonl"), "test": "rows.jsonl"},
+        "reward": f"{folder / 'mine.py'}:exact",
+        "x": "gone.jsonl",
+    }
+
+
 @pytest.mark.parametrize(
     ("before", "after", "step", "words"),
     [
