@@ -39,10 +39,12 @@ def watch_for_stalls(limit_s: float = _LIMIT_S) -> None:
 
 
 def _put_off(limit_s: float, beat_s: float) -> None:
-    # Without a stderr (a service, a notebook's kernel that has closed it) nothing can be written.
-    with contextlib.suppress(AttributeError, ValueError, OSError, RuntimeError):
+    stderr = sys.__stderr__
+    if stderr is None:  # a service, where nothing can be written
+        return
+    with contextlib.suppress(ValueError, OSError, RuntimeError):  # it was closed, or has no number
         if not faulthandler.is_enabled():
-            faulthandler.enable(sys.__stderr__)  # abort() and segmentation faults
+            faulthandler.enable(stderr)  # abort() and segmentation faults
         while True:
-            faulthandler.dump_traceback_later(limit_s, repeat=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(limit_s, repeat=True, file=stderr)
             time.sleep(beat_s)
