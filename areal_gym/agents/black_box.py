@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from areal_gym.agents.base import Episode, PolicyEndpoint
 from areal_gym.errors import AgentError
+from areal_gym.images.openai_parts import openai_content
 from areal_gym.types import Message, text_of
 from areal_gym.utils.code_references import load_reference
 from areal_gym.utils.per_loop import PerLoop
@@ -44,8 +45,11 @@ class AgentTask:
     """
 
     def __init__(self, episode: Episode) -> None:
-        self.messages: list[Message] = [message.copy() for message in episode.first_messages]
-        """The messages that open the episode, in OpenAI's shape."""
+        self.messages: list[dict[str, Any]] = [
+            {**message, "content": openai_content(message["content"])}
+            for message in episode.first_messages
+        ]
+        """The messages that open the episode, in OpenAI's shape; pictures are `data:` URLs."""
         self.tools: list[dict[str, Any]] = [tool.schema() for tool in episode.tools]
         """The environment's tools, in OpenAI's shape."""
         self._episode = episode
@@ -54,7 +58,7 @@ class AgentTask:
     @property
     def prompt(self) -> str:
         """The text of the last message that opens the episode."""
-        return text_of(self.messages[-1]["content"])
+        return text_of(self._episode.first_messages[-1]["content"])
 
     @property
     def is_over(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from areal_gym.agents.base import Episode
 from areal_gym.agents.black_box import ImportableFunction, close_client
 from areal_gym.envs.tools import Tool
+from areal_gym.images.openai_parts import openai_content
 from areal_gym.types import text_of
 from areal_gym.utils.per_loop import PerLoop
 
@@ -63,7 +64,10 @@ class OpenAIAgentsAgent:
         try:
             result = await agents.Runner.run(
                 agent,
-                [{"role": m["role"], "content": m["content"]} for m in messages],
+                [
+                    {"role": m["role"], "content": openai_content(m["content"], "responses")}
+                    for m in messages
+                ],
                 max_turns=self._max_turns,
                 run_config=agents.RunConfig(model=model, tracing_disabled=True),
             )

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from areal_gym.envs.row_images import hashes, image_column, read_images, with_images
 from areal_gym.errors import DataError, choices
 from areal_gym.rewards.base import SAMPLE_NAMES
 from areal_gym.tasks import Draft, SourceRow, key_of_text
-from areal_gym.types import Message
+from areal_gym.types import Message, readable
 from areal_gym.utils.markup import short
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
@@ -57,15 +58,31 @@ def drafts(
                     ],
                 )
         try:
-            data = {name: plain_value(value) for name, value in row.data.items()}
-            messages = messages_of(data[prompt])
+            given, shown = dict(row.data), image_column(row.data)
+            if shown is not None and shown != prompt:
+                folder = Path(row.where.rpartition(", ")[0]).parent
+                given[shown] = read_images(given[shown], folder)
+            data = {name: plain_value(value) for name, value in given.items()}
+            messages = row_messages(data, prompt)
         except ValueError as error:
             raise DataError(f"{row.where}: {error}") from None
-        text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        text = "\n".join(f"{m['role']}: {readable(m['content'])}" for m in messages)
         split = data.get("split")
+        text = "\n".join((text, *hashes(messages)))
         return Draft(key_of_text(text), data, split if split in ("train", "test") else None)
 
     return make_draft
+
+
+def row_messages(data: Mapping[str, Any], prompt: str) -> list[Message]:
+    """Return the messages of a row's prompt with the row's pictures in their places.
+
+    Raises:
+        ValueError: the prompt is neither a text nor messages, or does not fit the pictures.
+    """
+    shown = image_column(data)
+    images = [] if shown in (None, prompt) else read_images(data[str(shown)], Path())
+    return with_images(messages_of(data[prompt]), images)
 
 
 def prompt_column(row: Mapping[str, Any], column: str | None) -> str | None:
@@ -107,15 +124,27 @@ def _message(given: Any, number: int) -> Message:
         raise ValueError(f"{which} has the role {role!r}; there is: {', '.join(_ROLES)}")
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         kinds = {str(part.get("type")) for part in content}
-        if kinds > {"text"} or kinds - {"text"}:
-            raise ValueError(f"{which} has parts of type {', '.join(sorted(kinds))}: only text is")
-        content = "".join(str(part.get("text", "")) for part in content)
+        if unknown := kinds - {"text", "image"}:
+            raise ValueError(
+                f"{which} has parts of type {', '.join(sorted(unknown))}: text and image are read"
+            )
+        if kinds == {"text"}:
+            content = "".join(str(part.get("text", "")) for part in content)
+        else:
+            content = [_part(part) for part in content]
     if content is None and given.get("tool_calls"):
         content = ""
-    if not isinstance(content, str):
+    if not isinstance(content, str) and not (isinstance(content, list) and content):
         raise ValueError(f"the content of {which} is {short(repr(content), 60)}, not a text")
     message = {key: given[key] for key in _MESSAGE_KEYS if given.get(key) is not None}
     return {**message, "role": role, "content": content}  # type: ignore[typeddict-item]
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    # A part without a hash is a mark of the row's next picture.
+    if part["type"] == "text":
+        return {"type": "text", "text": str(part.get("text", ""))}
+    return dict(part) if "sha256" in part else {"type": "image"}
 
 
 def plain_value(value: Any) -> Any:

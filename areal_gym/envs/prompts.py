@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.given_tools import GivenTools
-from areal_gym.envs.prompt_rows import drafts, messages_of, plain_value, prompt_column
+from areal_gym.envs.prompt_rows import drafts, messages_of, plain_value, prompt_column, row_messages
 from areal_gym.errors import UsageError
 from areal_gym.rewards import RewardInput, RewardSet, load_rewards
 from areal_gym.tasks import TaskSource
@@ -68,7 +68,7 @@ class PromptsEnv(TextEnv):
     def first_messages(self, task: Task) -> Sequence[Message]:
         """Return the row's prompt, after the system prompt."""
         self.tools = self._given_tools.fresh()
-        messages = messages_of(self._prompt)
+        messages = self._prompt_messages(task)
         if self._system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         self._num_first = len(messages)
@@ -104,6 +104,10 @@ class PromptsEnv(TextEnv):
             is_terminated=not results,
         )
 
+    def _prompt_messages(self, task: Task) -> list[Message]:
+        column = prompt_column(task.data, self._prompt_column)
+        return row_messages(plain_value(task.data), str(column))
+
     async def try_rewards(self, task: Task) -> None:
         """Score a plausible answer to a task by the functions that are not built in.
 
@@ -114,10 +118,11 @@ class PromptsEnv(TextEnv):
         completion = _PLAUSIBLE if answer is None else str(answer)
         column = prompt_column(task.data, self._prompt_column)
         prompt = plain_value(task.data[column]) if column is not None else ""
+        asked = self._prompt_messages(task) if column is not None else messages_of(prompt)
         await self.rewards.try_own(
             RewardInput(
                 completion=completion,
-                messages=(*messages_of(prompt), {"role": "assistant", "content": completion}),
+                messages=(*asked, {"role": "assistant", "content": completion}),
                 prompt=prompt,
                 row=plain_value(task.data),
                 where=self.place_of(task),

@@ -12,15 +12,13 @@ from areal_gym.gateway.completions import (
     Completion,
     CompletionRequest,
     MaxTokens,
-    Part,
     PolicyRequest,
     Stops,
-    Text,
     function_tool,
-    text_of,
     tool_call,
 )
 from areal_gym.gateway.output_constraints import called_tools, may_call, unsupported
+from areal_gym.gateway.pictures import Part, PictureReader, Text, text_of
 from areal_gym.gateway.reply_formats import ReplyFormat
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message, ToolCall
@@ -44,7 +42,7 @@ class AnthropicTurn(BaseModel):
     role: Literal["user", "assistant", "system"]
     content: Text | list[Block]
 
-    def to_messages(self) -> list[Message]:
+    def to_messages(self, pictures: PictureReader) -> list[Message]:
         """Return tool outputs first, each as a message of its own, then the text."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
@@ -54,7 +52,7 @@ class AnthropicTurn(BaseModel):
         calls: list[ToolCall] = []
         for block in self.content:
             if block.type == "tool_result" and self.role == "user":
-                content, call_id = text_of(block.content), block.tool_use_id
+                content, call_id = pictures.content(block.content), block.tool_use_id
                 messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
             elif block.type == "tool_use" and self.role == "assistant":
                 calls.append(tool_call(block.id, block.name, block.input or {}))
@@ -63,7 +61,9 @@ class AnthropicTurn(BaseModel):
             else:
                 texts.append(block)
         if texts or calls or not messages:
-            message: Message = {"role": self.role, "content": text_of(texts)}
+            is_own = self.role == "assistant"
+            content = text_of(texts) if is_own else pictures.content(texts)
+            message: Message = {"role": self.role, "content": content}
             if any(thoughts):
                 message["reasoning_content"] = "".join(thoughts)
             if calls:
@@ -107,13 +107,13 @@ class MessagesRequest(PolicyRequest):
     stop_sequences: Stops | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
 
-    def to_request(self) -> CompletionRequest:
+    def to_request(self, pictures: PictureReader) -> CompletionRequest:
         """Return the body as a completion request; raise ApiError for an unsupported field."""
         messages: list[Message] = []
         if self.system:
             messages.append({"role": "system", "content": text_of(self.system)})
         for turn in self.messages:
-            messages += turn.to_messages()
+            messages += turn.to_messages(pictures)
         choice = self.tool_choice
         is_single = choice is not None and choice.disable_parallel_tool_use
         tools = [tool.to_function() for tool in self.tools or ()]

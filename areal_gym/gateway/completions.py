@@ -10,12 +10,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from areal_gym.engines.base import Generation
-from areal_gym.gateway.http_messages import ApiError
 from areal_gym.gateway.output_constraints import OutputConstraint
 from areal_gym.types import Message, ToolCall
 from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper
 
-Text = Annotated[str, Field(max_length=8_000_000)]
 MaxTokens = Annotated[int, Field(ge=1, le=2**31)]
 Shape = Annotated[dict[str, Any], Field(max_length=64)]
 Stops = Annotated[list[str], Field(max_length=16)]
@@ -72,23 +70,6 @@ class PolicyRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
-
-
-class Part(BaseModel):
-    """A piece of a message."""
-
-    type: str
-    text: str | None = None
-
-
-def text_of(content: str | Sequence[Part] | None) -> str:
-    """Return the text of a message's content; raise ApiError for a part that is not text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.text is None:
-            raise ApiError(400, f"a content part of type {part.type!r}; text is read, nothing else")
-    return "".join(part.text or "" for part in content)
 
 
 def function_tool(name: str, description: str | None, parameters: object) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Gateway(SessionRegistry):
         host: str = "127.0.0.1",
         port: int = 0,
         control_key: str | None = None,
-        max_body_bytes: int = 16 * 2**20,
+        max_body_bytes: int = 48 * 2**20,
         max_calls_at_once: int = 16_384,
         limits: ConnectionLimits | None = None,
     ) -> None:

@@ -14,15 +14,13 @@ from areal_gym.gateway.completions import (
     Completion,
     CompletionRequest,
     MaxTokens,
-    Part,
     PolicyRequest,
     Shape,
     Stops,
-    Text,
-    text_of,
     tool_call,
 )
 from areal_gym.gateway.output_constraints import called_tools, constraint_of, may_call, refuse
+from areal_gym.gateway.pictures import Part, PictureReader, Text, text_of
 from areal_gym.gateway.reply_formats import ReplyFormat
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message, ToolCall
@@ -53,10 +51,12 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
     name: str | None = None
 
-    def to_message(self) -> Message:
+    def to_message(self, pictures: PictureReader) -> Message:
         """Return the message as the policy's chat template takes it."""
         role = "system" if self.role == "developer" else self.role
-        message: Message = {"role": role, "content": text_of(self.content)}
+        is_own = role == "assistant"
+        content = text_of(self.content) if is_own else pictures.content(self.content)
+        message: Message = {"role": role, "content": content}
         if self.reasoning_content is not None and role == "assistant":
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls and role == "assistant":
@@ -133,7 +133,7 @@ class ChatRequest(CompletionFields):
     top_logprobs: int | None = None
     response_format: Shape | None = None
 
-    def to_request(self) -> CompletionRequest:
+    def to_request(self, pictures: PictureReader) -> CompletionRequest:
         """Return the body as a completion request; raise ApiError for an unsupported field."""
         refuse("top_logprobs", self.top_logprobs, "only sampled tokens have log-probabilities here")
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
@@ -142,7 +142,7 @@ class ChatRequest(CompletionFields):
         if self.max_completion_tokens is not None:
             sampling["max_new_tokens"] = self.max_completion_tokens
         return CompletionRequest(
-            messages=[message.to_message() for message in self.messages],
+            messages=[message.to_message(pictures) for message in self.messages],
             tools=tools,
             has_calls=may_call(self.tool_choice, self.parallel_tool_calls),
             constraint=call or constraint_of("response_format", self.response_format),

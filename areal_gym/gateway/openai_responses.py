@@ -12,12 +12,9 @@ from areal_gym.gateway.completions import (
     Completion,
     CompletionRequest,
     MaxTokens,
-    Part,
     PolicyRequest,
     Shape,
-    Text,
     function_tool,
-    text_of,
     tool_call,
 )
 from areal_gym.gateway.http_messages import ApiError
@@ -28,6 +25,7 @@ from areal_gym.gateway.output_constraints import (
     refuse,
     unsupported,
 )
+from areal_gym.gateway.pictures import Part, PictureReader, Text, text_of
 from areal_gym.gateway.reply_formats import ReplyFormat
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message
@@ -81,7 +79,7 @@ class ResponseRequest(PolicyRequest):
     top_logprobs: int | None = None
     text: TextOptions | None = None
 
-    def to_request(self, before: Sequence[Message]) -> CompletionRequest:
+    def to_request(self, before: Sequence[Message], pictures: PictureReader) -> CompletionRequest:
         """Return the request after `before`; raise ApiError for an unsupported field."""
         refuse("top_logprobs", self.top_logprobs, "only sampled tokens have log-probabilities here")
         tools = [tool.to_function() for tool in self.tools or ()]
@@ -91,7 +89,7 @@ class ResponseRequest(PolicyRequest):
         if self.instructions:
             system = [{"role": "system", "content": self.instructions}]
         return CompletionRequest(
-            messages=[*system, *before, *self.messages()],
+            messages=[*system, *before, *self.messages(pictures)],
             tools=tools,
             has_calls=may_call(self.tool_choice, self.parallel_tool_calls),
             constraint=call or constraint_of("text.format", shape),
@@ -100,7 +98,7 @@ class ResponseRequest(PolicyRequest):
             top_p=self.top_p,
         )
 
-    def messages(self) -> list[Message]:
+    def messages(self, pictures: PictureReader) -> list[Message]:
         """Return the input as messages; items of one completion become one message.
 
         Raises ApiError for an item of an unknown kind.
@@ -115,8 +113,9 @@ class ResponseRequest(PolicyRequest):
                 continue
             if item.type == "message" and item.role is not None:
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": text_of(item.content)})
                 is_answering = role == "assistant"
+                read = text_of if is_answering else pictures.content
+                messages.append({"role": role, "content": read(item.content)})
             elif item.type == "function_call":
                 if not is_answering:
                     messages.append({"role": "assistant", "content": ""})
@@ -124,7 +123,7 @@ class ResponseRequest(PolicyRequest):
                 call = tool_call(item.call_id, item.name, item.arguments)
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif item.type == "function_call_output":
-                content = text_of(item.output)
+                content = pictures.content(item.output)
                 messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
                 is_answering = False
             else:

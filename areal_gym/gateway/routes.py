@@ -12,13 +12,16 @@ from pydantic import BaseModel, Field
 
 from areal_gym.chat import Tokenizer
 from areal_gym.gateway.anthropic_messages import AnthropicMessage, MessagesRequest
-from areal_gym.gateway.completions import Completion, CompletionRequest, Text
+from areal_gym.gateway.completions import Completion, CompletionRequest
 from areal_gym.gateway.http_messages import ApiError, json_response, parse_body
 from areal_gym.gateway.openai_chat import Chat, ChatRequest, TextCompletion, TextCompletionRequest
 from areal_gym.gateway.openai_responses import Response, ResponseRequest
+from areal_gym.gateway.pictures import PictureReader, Text
 from areal_gym.gateway.reply_formats import ReplyFormat
 from areal_gym.gateway.session import EpisodeHandle, Session
 from areal_gym.gateway.session_registry import MODEL, SessionRegistry
+from areal_gym.images.openai_parts import openai_content
+from areal_gym.types import Message
 from areal_gym.utils.http_servers.aiohttp_site import Handler, read_body
 from areal_gym.version import __version__
 
@@ -99,6 +102,10 @@ class _Call:
     def tokenizer(self) -> Tokenizer:
         return self.session.recorder.renderer.tokenizer
 
+    def pictures(self) -> PictureReader:
+        """Return the reader of the request's contents."""
+        return PictureReader(self.session.recorder.renderer.vision is not None)
+
     async def complete(
         self,
         request: CompletionRequest,
@@ -111,7 +118,8 @@ class _Call:
     # ---- the policy -----------------------------------------------------------------------------
 
     async def chat(self, body: ChatRequest) -> web.StreamResponse:
-        return await self.complete(body.to_request(), Chat(_id("chatcmpl-"), body, self.tokenizer))
+        format = Chat(_id("chatcmpl-"), body, self.tokenizer)
+        return await self.complete(body.to_request(self.pictures()), format)
 
     async def completions(self, body: TextCompletionRequest) -> web.StreamResponse:
         format = TextCompletion(_id("cmpl-"), body, self.tokenizer)
@@ -122,12 +130,14 @@ class _Call:
         before = session.history(body.previous_response_id)
 
         def keep(completion: Completion) -> None:
-            session.keep_history(format.id, [*before, *body.messages(), completion.message])
+            new = body.messages(self.pictures())
+            session.keep_history(format.id, [*before, *new, completion.message])
 
-        return await self.complete(body.to_request(before), format, keep)
+        return await self.complete(body.to_request(before, self.pictures()), format, keep)
 
     async def messages(self, body: MessagesRequest) -> web.StreamResponse:
-        return await self.complete(body.to_request(), AnthropicMessage(_id("msg_"), body))
+        format = AnthropicMessage(_id("msg_"), body)
+        return await self.complete(body.to_request(self.pictures()), format)
 
     async def models(self, body: None) -> Content:
         return {"object": "list", "data": [_MODEL]}
@@ -145,7 +155,7 @@ class _Call:
     async def task(self, body: None) -> Content:
         episode = self.episode
         tools = [tool.schema() for tool in episode.tools]
-        messages = list(episode.first_messages)
+        messages = [_for_client(message) for message in episode.first_messages]
         return {"messages": messages, "tools": tools, "is_over": episode.is_over}
 
     async def tool(self, body: RunTool) -> Content:
@@ -154,7 +164,8 @@ class _Call:
     async def answer(self, body: GiveAnswer) -> Content:
         episode = self.episode
         messages = await episode.reply(body.content)
-        return {"messages": list(messages), "is_over": episode.is_over}
+        shown = [_for_client(message) for message in messages]
+        return {"messages": shown, "is_over": episode.is_over}
 
     # ---- control --------------------------------------------------------------------------------
 
@@ -187,6 +198,10 @@ class _Call:
     async def resume(self, body: None) -> Content:
         self.gateway.is_paused = False
         return {"is_paused": False, "num_calls": self.gateway.num_calls}
+
+
+def _for_client(message: Message) -> dict[str, Any]:
+    return {**message, "content": openai_content(message["content"])}
 
 
 @dataclass(frozen=True, slots=True)

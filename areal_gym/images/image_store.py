@@ -107,6 +107,11 @@ class ImageStore:
         try:
             png = file.read_bytes()
         except FileNotFoundError:
+            # Tasks that were opened before the run are in the store of before.
+            for other in _stores:
+                if other is not self and sha256 in other:
+                    self.put(other.read(sha256))
+                    return self.read(sha256)
             raise InfrastructureError(
                 f"the picture {sha256[:12]} is not in {self.directory}",
                 hints=["a run needs its directory `images`; was it moved or cleaned?"],

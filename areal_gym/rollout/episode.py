@@ -41,7 +41,7 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.recording import ContextFullError, InFlight, Recorder, TurnDraft
-from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory, text_of
+from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory, readable
 
 if TYPE_CHECKING:
     from areal_gym.gateway.session import Session
@@ -316,7 +316,7 @@ class _RecordedEpisode:
         outputs: dict[str, str] = {}
         for index, reply in enumerate(result.info["messages"]):
             key = reply.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
-            outputs[key] = "\n".join(filter(None, (outputs.get(key), text_of(reply["content"]))))
+            outputs[key] = "\n".join(filter(None, (outputs.get(key), readable(reply["content"]))))
         return outputs
 
     @property

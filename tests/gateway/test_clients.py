@@ -207,7 +207,9 @@ def test_unsupported_parameters_are_refused_by_name():
             assert next(reversed(wrong)) in caught.value.message or "tool_choice" in wrong
             assert "not supported" in caught.value.message
         image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-        with pytest.raises(openai.BadRequestError, match="image_url"):
+        with pytest.raises(
+            openai.BadRequestError, match="has a picture, and this policy cannot see"
+        ):
             await client.chat.completions.create(
                 model="x", messages=[{"role": "user", "content": image}]
             )

@@ -28,6 +28,7 @@ from areal_gym.errors import (
     EpisodeTimeoutError,
     UsageError,
 )
+from areal_gym.images.openai_parts import openai_content
 from areal_gym.models.hub import is_hub_name, model_from_hub
 from areal_gym.plugins import registry
 from areal_gym.recording import EpisodeRecord, TurnDraft
@@ -159,6 +160,7 @@ def _to_openai(message: Message) -> dict[str, Any]:
     # Arguments of calls are text there, and own fields are left out.
     names = ("role", "content", "name", "tool_call_id")
     kept: dict[str, Any] = {name: value for name, value in message.items() if name in names}
+    kept["content"] = openai_content(message["content"])
     if "tool_calls" in message:
         kept["tool_calls"] = []
         for call in message["tool_calls"]:
