@@ -8,21 +8,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import numpy as np
+from gymnasium.utils.seeding import np_random
+
 from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, require_dialect, write_call
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.harbor.agent_place import AgentPlace
 from areal_gym.envs.harbor.archives import pack_folders
 from areal_gym.envs.harbor.number_tasks import generated_tasks
+from areal_gym.envs.harbor.phases import phase
 from areal_gym.envs.harbor.reward_files import combined, passes
 from areal_gym.envs.harbor.shell_tools import Shell
 from areal_gym.envs.harbor.step_verification import Mode, Verdict, verify
 from areal_gym.envs.harbor.task_datasets import task_source
 from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep, resolved_env
+from areal_gym.envs.mcp_tools.server_settings import McpServerSettings, parse_servers
+from areal_gym.envs.mcp_tools.server_tools import ServerTools
 from areal_gym.envs.tools import Tool, tool
 from areal_gym.errors import ToolError, UsageError, choices
 from areal_gym.places import Places, ProgramPlace
 from areal_gym.places.shared_places import shared_places
 from areal_gym.plugins import registry
+from areal_gym.tasks.base import given_task
 from areal_gym.types import Message, Task
 
 _PROMPT = (
@@ -50,6 +57,7 @@ class HarborEnv(TextEnv):
     Task: the instruction of a task folder; with `[[steps]]` one after the other in one container.
     Tools: `bash(command, timeout_s)` runs a command in the container, whose working directory
         lasts; `edit(path, old, new)` replaces a text in a file; `view(path)` shows numbered lines.
+        The task's MCP servers, which run in the container, add theirs.
     Observation: the instruction, then the output of the tools, cut in the middle.
     Action: an assistant message. One without a call ends the step.
     Reward: what the task's `test.sh` writes, run in a fresh container that only gets the files
@@ -113,25 +121,52 @@ class HarborEnv(TextEnv):
         self._command_timeout_s = command_timeout_s
         self._max_output = max_output
         self._system_prompt = system_prompt
-        self.tools: Sequence[Tool] = (self.bash, self.edit, self.view)
+        self._own_tools: tuple[Tool, ...] = (self.bash, self.edit, self.view)
+        self.tools: Sequence[Tool] = self._own_tools
+        self._chosen: Task | None = None
+        self._folder = next(iter(self._tasks.values()))
+        self._servers: ServerTools | None = None
         self._progress = _Progress()
         self._agent_place: AgentPlace | None = None
 
     # ---- the episode -------------------------------------------------------------------------
 
     async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
-        """Remove the place of an episode that was left in the middle."""
+        """Choose the task, remove the place of the episode before, open the task's MCP servers."""
+        given = options.get("task")
+        rng = self.np_random if seed is None else np_random(seed)[0]
+        task = super().sample_task(rng, options) if given is None else given_task(given)
+        if task.data.get("name") not in self._tasks:
+            raise UsageError(f"{self._path} has no task {task.data.get('name')!r}")
         await self.aclose()
+        self._chosen = task
+        self._folder = self._tasks[str(task.data["name"])]
+        self._progress = _Progress()
+        self.tools = self._own_tools
+        if self._folder.environment.mcp_servers:
+            self._servers = ServerTools(_server_settings(self._folder))
+            await self._open_servers()
+
+    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        """Return the task that `prepare` has chosen."""
+        assert self._chosen is not None
+        return self._chosen
 
     def first_messages(self, task: Task) -> Sequence[Message]:
         """Return the system message and the first step's instruction."""
-        if task.data.get("name") not in self._tasks:
-            raise UsageError(f"{self._path} has no task {task.data.get('name')!r}")
-        self._progress = _Progress()
         messages: list[Message] = [{"role": "user", "content": self._step.instruction.strip()}]
         if self._system_prompt:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         return messages
+
+    async def _open_servers(self) -> None:
+        """Open the task's servers in the agent's place; they end with each step."""
+        assert self._servers is not None
+        place = (await self._started()).place
+        names = [tool.name for tool in self._own_tools]
+        async with phase(self._folder.id, "MCP servers"):
+            tools = await self._servers.open(place, taken=names)
+        self.tools = (*self._own_tools, *tools)
 
     async def respond(self, message: Message) -> Response:
         """Run the calls, or verify the step that has ended."""
@@ -157,8 +192,11 @@ class HarborEnv(TextEnv):
         return await self._close(Response(is_truncated=True, metrics=counts))
 
     async def aclose(self) -> None:
-        """Remove the agent's place."""
+        """Leave the task's servers and remove the agent's place."""
+        servers, self._servers = self._servers, None
         place, self._agent_place = self._agent_place, None
+        if servers is not None:
+            await servers.aclose()
         if place is not None:
             await place.aclose()
 
@@ -172,7 +210,7 @@ class HarborEnv(TextEnv):
         """Verify the step; go on with the next, or end the episode."""
         progress, step = self._progress, self._step
         verdict = await self._verify(counts)
-        is_last = progress.step + 1 == len(self._task_folder.steps)
+        is_last = progress.step + 1 == len(self._folder.steps)
         if is_last or not passes(verdict.rewards, step.min_reward):
             return await self._close(
                 Response(
@@ -188,12 +226,16 @@ class HarborEnv(TextEnv):
         progress.used_s, progress.is_solved = 0.0, False
         if self._agent_place is not None:
             await self._agent_place.begin(self._step)
+        if self._servers is not None:
+            await self._open_servers()
         instruction: Message = {"role": "user", "content": self._step.instruction.strip()}
         return Response(messages=[*messages, instruction], metrics=counts)
 
     async def _verify(self, counts: dict[str, float]) -> Verdict:
+        if self._servers is not None:
+            await self._servers.aclose()
         verdict = await verify(
-            self._task_folder,
+            self._folder,
             self._step,
             self._agent_place,
             self._backend(),
@@ -207,7 +249,7 @@ class HarborEnv(TextEnv):
     async def _close(self, response: Response) -> Response:
         """Complete the last response: rewards, and the verifier's report for people to read."""
         await self.aclose()
-        progress, task = self._progress, self._task_folder
+        progress, task = self._progress, self._folder
         verdicts = progress.verdicts
         response.reward = combined(
             [verdict.rewards for verdict in verdicts], task.toml.multi_step_reward_strategy
@@ -265,7 +307,7 @@ class HarborEnv(TextEnv):
 
     async def _started(self) -> AgentPlace:
         if self._agent_place is None:
-            place = AgentPlace(self._task_folder)
+            place = AgentPlace(self._folder)
             self._agent_place = place
             await place.start(self._backend(), self._progress.step)
         return self._agent_place
@@ -281,23 +323,29 @@ class HarborEnv(TextEnv):
         return float("inf") if limit_s is None else limit_s - self._progress.used_s
 
     @property
-    def _task_folder(self) -> HarborTask:
-        return self._tasks[str(self.task.data["name"])]
-
-    @property
     def _step(self) -> TaskStep:
-        return self._task_folder.steps[self._progress.step]
+        return self._folder.steps[self._progress.step]
 
     # ---- for checks --------------------------------------------------------------------------
 
     def gold_action(self) -> str:
         """Run the step's solution by one call, then say that the step is done."""
-        task, step, progress = self._task_folder, self._step, self._progress
+        task, step, progress = self._folder, self._step, self._progress
         if progress.is_solved or step.solution is None:
             return "Done."
         progress.is_solved = True
         command = solution_command(task, step)
         return write_call("bash", {"command": command}, self.tool_dialect or DEFAULT_DIALECT)
+
+
+def _server_settings(task: HarborTask) -> tuple[McpServerSettings, ...]:
+    """Return the settings of a task's servers; raise UsageError for wrong ones."""
+    return parse_servers(
+        [
+            server.model_dump(exclude_defaults=True) | {"transport": server.transport}
+            for server in task.environment.mcp_servers
+        ]
+    )
 
 
 def solution_command(task: HarborTask, step: TaskStep) -> str:

@@ -192,9 +192,6 @@ def _refused_keys(environment: Environment) -> Iterator[str]:
         yield "gpu_types: containers have no GPU; remove the key to go without"
     if environment.tpu is not None:
         yield "tpu: containers have no TPU; remove the table to go without"
-    if environment.mcp_servers:
-        names = ", ".join(server.name for server in environment.mcp_servers)
-        yield f"mcp_servers ({names}): MCP servers of a task are not supported yet; remove them"
 
 
 def _notes(toml: TaskToml) -> Iterator[str]:

@@ -293,6 +293,44 @@ def test_the_working_directory_is_that_of_the_image_whatever_the_agent_says(wher
     assert "+41" in played.texts[-1]  # of /app, where the image begins
 
 
+MCP_SERVER = """\
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    if asked["method"] == "initialize":
+        result = {"protocolVersion": asked["params"]["protocolVersion"],
+                  "capabilities": {"tools": {}}, "serverInfo": {"name": "six", "version": "1"}}
+    elif asked["method"] == "tools/list":
+        schema = {"type": "object", "properties": {"path": {"type": "string"}}}
+        tool = {"name": "write_42", "description": "Write 42.", "inputSchema": schema}
+        result = {"tools": [tool]}
+    elif asked["method"] == "tools/call":
+        with open(asked["params"]["arguments"]["path"], "w") as file:
+            file.write("42\\n")
+        result = {"content": [{"type": "text", "text": "written"}]}
+    else:
+        result = {}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+def test_mcp_servers_of_a_task_run_in_the_agents_place(where, tmp_path):
+    pytest.importorskip("mcp")
+    toml = SHARED_TOML + (
+        '[[environment.mcp_servers]]\nname = "six"\ntransport = "stdio"\n'
+        'command = "python3"\nargs = ["/app/question.txt"]\n'
+    )
+    task = write_task(
+        tmp_path / "served", {"task.toml": toml, "environment/question.txt": MCP_SERVER}
+    )
+    played = play(task, call("write_42", path="/app/answer.txt"), "done", **where)
+    assert played.texts[0] == "written"
+    assert played.reward == 1.0
+    assert play(task, "done", **where).reward == 0.0
+
+
 def test_failures_name_task_and_phase_and_are_never_rewards(where, tmp_path):
     def failing(name, changes, more="", *actions, error=(SandboxError, EnvError)):
         task = write_task(tmp_path / name, changes, more=more)

@@ -110,7 +110,6 @@ def test_old_keys_are_read(tmp_path):
         ("[verifier.environment]\nos='Windows'\n", "verifier.environment.os = 'windows': only"),
         ("[verifier.environment]\ngpus=2\n", "verifier.environment.gpus = 2: containers have no"),
         ("[verifier.environment.tpu]\ntype='v4'\ntopology='2x2'\n", "environment.tpu: containers"),
-        ("[[environment.mcp_servers]]\nname='m'\nurl='http://x'\n", "mcp_servers (m): MCP servers"),
         ("[[environment.mcp_servers]]\nname='m'\n", "mcp_servers.0: transport 'sse' needs a url"),
         ("[agent]\nallowed_hosts=['http://x/y']\n", "'http://x/y' is not a host name"),
     ],
