@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from areal_gym.config import TrainerConfig, load_config
-from areal_gym.engines.base import LocalEngine
+from areal_gym.engines.base import LocalEngine, SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.engines.sglang.fake import FakeSGLangServer
 from areal_gym.engines.sglang.sglang_client import SGLangClient
+from areal_gym.engines.vllm import FakeVLLMServer, VLLMEngine
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.trainer.algorithms.losses import ppo_clip
@@ -21,6 +22,7 @@ from areal_gym.trainer.colocation import SharedGpus
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.trainer.update import TrainerThread, WeightPublisher
 from areal_gym.trainer.weight_sync.disk import DiskWeightSync
+from areal_gym.trainer.weight_sync.tensor import TensorWeightSync
 from tests._support.tiny_training import batch, tiny_decoder
 
 
@@ -95,6 +97,55 @@ def test_server_that_dies_asleep_gets_the_weights_when_it_is_back(policy, tmp_pa
             assert client.policy_version == 1
             await client.aclose()
             thread.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("server_class", [FakeSGLangServer, FakeVLLMServer])
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_servers_that_wake_up_without_a_publication_go_on(
+    policy, tmp_path, server_class, keeps_weights
+):
+    """With the weights that they have kept, or those of their start, or those on the disk."""
+    is_sglang = server_class is FakeSGLangServer
+    engine_class = SGLangEngine if is_sglang else VLLMEngine
+
+    async def play():
+        engine = EmbeddedEngine.from_checkpoint(policy, max_context=64)
+        async with server_class(engine, model_path=str(policy)) as server:
+            client = engine_class(policy, urls=[server.url], grace_s=5.0)
+            await client.start()
+            sync = DiskWeightSync(client, directory=tmp_path / "weights")
+            for version in (0, 1):
+                if version:
+                    await sync.publish(tiny_decoder(1).named_parameters(), version)
+                await client.sleep(keeps_weights=keeps_weights)
+                late = asyncio.create_task(client.generate([1, 2, 3], SamplingParams()))
+                await asyncio.sleep(0.05)
+                assert not late.done()
+                await client.wake_up()
+                assert set((await late).versions) == {version}
+                assert client.stats.num_servers_lost == 0
+            await client.aclose()
+
+    asyncio.run(play())
+
+
+def test_server_whose_weights_are_nowhere_waits_for_the_next_publication(policy):
+    async def play():
+        engine = EmbeddedEngine.from_checkpoint(policy, max_context=64)
+        async with FakeSGLangServer(engine, model_path=str(policy)) as server:
+            client = SGLangEngine(policy, urls=[server.url], grace_s=5.0)
+            await client.start()
+            sync = TensorWeightSync(client)
+            await sync.publish(tiny_decoder(1).named_parameters(), 1)
+            await client.sleep()
+            await client.wake_up()
+            assert client.needs_weights
+            late = asyncio.create_task(client.generate([1, 2, 3], SamplingParams()))
+            await sync.publish(tiny_decoder(2).named_parameters(), 2)
+            assert set((await late).versions) == {2}
+            await client.aclose()
 
     asyncio.run(play())
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
+from areal_gym.engines.servers.replies import INITIAL_WEIGHTS
 from areal_gym.engines.servers.server_client import CACHE, WEIGHTS, ServerClient
 from areal_gym.engines.servers.server_pool import ServerPool, ServerState
 from areal_gym.errors import EngineError, EngineUnreachableError
@@ -137,7 +138,9 @@ class PublicationGate:
     async def wake_up(self) -> None:
         """Let the servers take all their memory again, and go on with what they had begun.
 
-        Nothing is done when they are awake.
+        Without a publication since they fell asleep they go on with the weights of before: those
+        that they have kept, or those that are on the disk. Where they are on none, the server is
+        lost until the next publication. Nothing is done when they are awake.
         """
         pool = self._pool
         if not pool.is_asleep:
@@ -145,7 +148,11 @@ class PublicationGate:
 
         async def rise(state: ServerState) -> None:
             await state.client.take_memory(self._released)
+            if await state.reported_version() != pool.policy_version:  # its name says "asleep"
+                state.is_outdated = not await self._restore(state)
             await state.client.resume()
+            if state.is_outdated:  # tokens that are sampled now have the name's version, and fail
+                raise EngineError(f"{state.client.url} needs the weights of the next publication")
 
         try:
             await self._on_each(self._paused_states, rise)
@@ -155,6 +162,23 @@ class PublicationGate:
             pool.stats.asleep_s += asyncio.get_running_loop().time() - self._since_s
             self._is_open.set()
             pool.lock.release()
+
+    async def _restore(self, state: ServerState) -> bool:
+        """Give a server that took no publication in its sleep the policy's version again.
+
+        Returns whether it has it: only the next publication can bring weights that are on no disk.
+        """
+        pool, client = self._pool, state.client
+        if not state.is_serving:
+            raise EngineError(f"{client.url} was lost while it slept")
+        if WEIGHTS not in self._released:
+            await client.set_version(str(pool.policy_version))
+            return True
+        if pool.policy_version == 0 and state.facts is not None:
+            await client.reload(state.facts.model_path)
+            await client.set_version(INITIAL_WEIGHTS)
+            return True
+        return await pool.give_newest(client)
 
     @asynccontextmanager
     async def _weights_in_memory(self) -> AsyncIterator[None]:

@@ -346,7 +346,7 @@ class ServerPool:
                     self.admit(state)
                 return
             if await state.reported_version() != version:
-                state.is_outdated = not await self._give_newest(state.client)
+                state.is_outdated = not await self.give_newest(state.client)
             if await state.reported_version() == version and not await self.verify(state):
                 self.admit(state)
 
@@ -359,7 +359,7 @@ class ServerPool:
             return False
         return await state.client.weight_version() == BROKEN_WEIGHTS
 
-    async def _give_newest(self, client: ServerClient) -> bool:
+    async def give_newest(self, client: ServerClient) -> bool:
         """Bring the policy's version to a server; False: only the next publication can."""
         version = self.policy_version
         clients = [state.client for state in self.servers]
