@@ -12,7 +12,7 @@ from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.trainer.weight_sync.base import update_session
 from areal_gym.trainer.weight_sync.flat_buckets import flat_buckets
-from areal_gym.trainer.weight_sync.tensor import encoded
+from areal_gym.trainer.weight_sync.pickled_buckets import encoded
 from tests._support.sglang_suite import (
     PROMPT,
     TOLERANCE,

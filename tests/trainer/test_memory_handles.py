@@ -1,9 +1,13 @@
 """Weights for servers of this machine: which of them map memory, and what is sent to the others."""
 
 import asyncio
+import base64
+import hashlib
 import os
+import pickle
 import subprocess
 import sys
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +21,10 @@ from areal_gym.trainer.weight_sync import make_weight_sync
 from areal_gym.trainer.weight_sync.flat_buckets import flat_buckets
 from areal_gym.trainer.weight_sync.local_servers import find_local_server, is_descendant
 from areal_gym.trainer.weight_sync.memory_handles import handle_of, host_buffer, metadata_of
+from areal_gym.trainer.weight_sync.pickled_buckets import encoded
 from areal_gym.trainer.weight_sync.tensor import _Post, _Routes
-from tests._support.sglang_servers import POLICY, fake, website
+from tests._support.rank_processes import on_ranks
+from tests._support.sglang_servers import POLICY, fake, serving, website
 
 WEIGHTS = {
     "small": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -85,6 +91,50 @@ def test_server_of_this_run_gets_handles_only(tmp_path, handles, bucket_mb, limi
         assert max(sizes) > 60_000
     else:
         assert max(sizes) < limit, sizes
+
+
+def test_values_are_encoded_piece_by_piece():
+    """A copy of all in one step holds Python's lock, and the event loop waits for it."""
+    values = torch.linspace(-1, 1, 2_500_000)
+    (bucket,) = flat_buckets([("a", values[:3]), ("b", values)], 20_000_000)
+    digest, length = hashlib.sha256(), 0
+    tracemalloc.start()
+    for piece in encoded(bucket):
+        digest.update(piece)
+        length += len(piece)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert length > 4 / 3 * bucket.flat.nbytes
+    assert peak < bucket.flat.nbytes / 2
+    whole = b"".join(encoded(bucket))
+    assert hashlib.sha256(whole).digest() == digest.digest()
+    content = pickle.loads(base64.b64decode(whole, validate=True))
+    assert torch.equal(content["flattened_tensor"], bucket.flat)
+    assert [row.name for row in content["metadata"]] == ["a", "b"]
+
+
+def managers():
+    """The programs of named memory that this process has started."""
+    children = Path("/proc/self/task").glob("*/children")
+    pids = [pid for file in children for pid in file.read_text().split()]
+    names = [Path("/proc", pid, "comm").read_text().strip() for pid in pids]
+    return names.count("torch_shm_manag")  # the kernel keeps 15 characters
+
+
+def managers_at_the_start(rank):
+    async def play():
+        async with serving(fake()) as engine:
+            before = managers()
+            make_weight_sync(engine, PluginConfig(id="tensor"), directory=Path("none"))
+            return before, managers()
+
+    return asyncio.run(play())
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_named_memory_is_prepared_before_episodes_are_played():
+    """Its program starts with Python's lock held, for seconds on a busy machine."""
+    assert on_ranks(1, managers_at_the_start) == [(0, 1)]
 
 
 @pytest.fixture(scope="module")

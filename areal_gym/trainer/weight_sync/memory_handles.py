@@ -37,6 +37,15 @@ def host_buffer(num_bytes: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
+def prepare_host_buffers() -> None:
+    """Start torch's manager of named memory.
+
+    The first buffer starts a program and waits for it with Python's lock held: for a tenth of a
+    second, and for seconds on a busy machine.
+    """
+    host_buffer(1)
+
+
 def metadata_of(bucket: FlatBucket) -> list[SimpleNamespace]:
     """Return the metadata of a bucket's tensors as SGLang reads it.
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 import os
-import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,20 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_gym.engines.base import Engine
+from areal_gym.engines.base import Engine, ServerListEngine
 from areal_gym.errors import EngineError
 from areal_gym.models.device import finish_work, own_gpu, release_shared_memory, visible_gpu
 from areal_gym.trainer.base import Weights
 from areal_gym.trainer.weight_sync.base import require_remote, sent_type, update_session
 from areal_gym.trainer.weight_sync.flat_buckets import FlatBucket, flat_buckets
 from areal_gym.trainer.weight_sync.local_servers import find_local_server, is_descendant
-from areal_gym.trainer.weight_sync.memory_handles import handle_of, host_buffer, metadata_of
+from areal_gym.trainer.weight_sync.memory_handles import (
+    handle_of,
+    host_buffer,
+    prepare_host_buffers,
+)
+from areal_gym.trainer.weight_sync.pickled_buckets import encoded
 from areal_gym.trainer.weight_sync.rank_posts import Body, on_each, request, server_info
 from areal_gym.trainer.weight_sync.rank_tasks import OneAhead, RankSide, run_task
 
 _TRANSFER_S = 600.0
-_PIECE_BYTES = 3 * 2**18
-"""Encoded at a time: base64 holds Python's lock, and other threads wait. Divisible by 3."""
 
 
 class TensorWeightSync:
@@ -47,8 +46,7 @@ class TensorWeightSync:
         engine: an engine with servers.
         directory: not used.
         bucket_mb: the size of a bucket, in 10^6 bytes; two are in memory, and about two more when
-            values are sent. Pickling those holds Python's lock, so that a trainer in a thread
-            wants small ones.
+            values are sent.
         dtype: the type that is sent ("bfloat16" halves it); that of the weights by default.
         handles: whether handles may be sent; if false, always values.
     """
@@ -67,6 +65,9 @@ class TensorWeightSync:
         self._dtype = sent_type(dtype)
         self._driver = os.getpid() if handles else None
         self._kept: dict[str, Any] = {}
+        urls = engine.server_urls if handles and isinstance(engine, ServerListEngine) else ()
+        if any(server.is_below(os.getpid()) for server in map(find_local_server, urls) if server):
+            prepare_host_buffers()  # before episodes are played
 
     async def publish(self, weights: Weights, version: int) -> None:
         """Interrupt generation, send bucket by bucket to all servers at once, resume.
@@ -216,14 +217,3 @@ class _Post:
         for number, payload in enumerate(payloads):
             pieces += [b', "' if number else b'["', *payload, b'"']
         return Body([*pieces, b"], " + json.dumps(fields).encode()[1:]])
-
-
-def encoded(bucket: FlatBucket) -> Iterator[bytes]:
-    """Yield the pieces of a bucket's values as SGLang reads them: pickled and in base64."""
-    stream = io.BytesIO()
-    # A view would be pickled with all of the buffer that it is a part of.
-    content = {"flattened_tensor": bucket.flat.cpu().clone(), "metadata": metadata_of(bucket)}
-    pickle.dump(content, stream, protocol=pickle.HIGHEST_PROTOCOL)
-    with stream.getbuffer() as raw:
-        for begin in range(0, len(raw), _PIECE_BYTES):
-            yield base64.b64encode(raw[begin : begin + _PIECE_BYTES])
