@@ -23,7 +23,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,8 @@ class Sequences:
         self._engine = ScriptedEngine([])
         self._text = "word " * SAMPLED
 
-    def trajectory(self, group: int, member: int) -> Trajectory:
-        """Read the answers to the turns of one episode, and record them."""
+    def episode(self, group: int, member: int) -> Generator[None, None, Trajectory]:
+        """Read the answers to the turns of one episode, and record them; pause after each turn."""
         recorder = Recorder(self._engine, None, SamplingParams())  # type: ignore[arg-type]
         prompt = self._prompts[group % len(self._prompts)]
         ids: tuple[int, ...] = ()
@@ -133,6 +133,7 @@ class Sequences:
             recorder._keep(Prompt(sent, added, 0, []), generation, 0, 1.0)
             ids = (*sent, *generation.token_ids)
             messages.append({"role": "assistant", "content": self._text})
+            yield
         return Trajectory(
             id=f"{group}/{member}",
             group_id=str(group),
@@ -148,8 +149,23 @@ class Sequences:
 
     def group(self, index: int) -> Group:
         """Make one group."""
-        members = tuple(self.trajectory(index, member) for member in range(GROUP_SIZE))
-        return Group(id=str(index), task=members[0].task, trajectories=members)
+        members = []
+        for member in range(GROUP_SIZE):
+            episode = self.episode(index, member)
+            while (trajectory := next_turn(episode)) is None:
+                pass
+            members.append(trajectory)
+        return Group(id=str(index), task=members[0].task, trajectories=tuple(members))
+
+
+def next_turn(episode: Generator[None, None, Trajectory]) -> Trajectory | None:
+    """Take a turn; return the trajectory when the episode has ended."""
+    try:
+        next(episode)
+    except StopIteration as end:
+        trajectory: Trajectory = end.value
+        return trajectory
+    return None
 
 
 def rank_seconds(trainer: ProcessTrainer) -> float:
@@ -225,8 +241,10 @@ async def longest_block_s(num_groups: int, trainer: ProcessTrainer, run: RunDir)
             for index in range(num_groups):
                 members = []
                 for member in range(GROUP_SIZE):
-                    members.append(source.trajectory(index, member))
-                    await asyncio.sleep(0)
+                    episode = source.episode(index, member)
+                    while (trajectory := next_turn(episode)) is None:
+                        await asyncio.sleep(0)  # the next turn's answer comes in its own time
+                    members.append(trajectory)
                 task = members[0].task
                 groups.append(Group(id=str(index), task=task, trajectories=tuple(members)))
                 journal.scored((step - 2) * num_groups + index, groups[-1])

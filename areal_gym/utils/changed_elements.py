@@ -37,7 +37,8 @@ def encode_changes(old: Bits, new: Bits) -> tuple[int, bytes]:
     positions = np.flatnonzero(old != new)
     gaps = np.diff(positions, prepend=0).astype(_gap_type(len(new)))
     changes = new[positions] - old[positions]  # unsigned integers wrap around
-    return len(positions), zlib.compress(_planes(gaps) + _planes(changes), _LEVEL)
+    planes = np.concatenate((_planes(gaps), _planes(changes)))
+    return len(positions), zlib.compress(planes.data, _LEVEL)
 
 
 def apply_changes(array: Bits, num_changed: int, encoded: bytes) -> None:
@@ -69,9 +70,10 @@ def _gap_type(length: int) -> np.dtype[Any]:
     return np.dtype("<u4" if length < 2**32 else "<u8")
 
 
-def _planes(values: Bits) -> bytes:
+def _planes(values: Bits) -> Bits:
     """Return the lowest bytes of all values, then the second ones, and so on."""
-    return values.view(np.uint8).reshape(len(values), values.dtype.itemsize).T.tobytes()
+    planes = values.view(np.uint8).reshape(len(values), values.dtype.itemsize).T
+    return np.ascontiguousarray(planes).reshape(-1)  # `tobytes` would hold Python's lock
 
 
 def _from_planes(raw: bytes, dtype: np.dtype[Any]) -> Bits:
