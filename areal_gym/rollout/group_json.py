@@ -63,13 +63,19 @@ def unpack_trajectory(row: Mapping[str, Any], task: Task) -> Trajectory:
 def dump_row(row: Mapping[str, Any]) -> str:
     """Return an object as one line of JSON.
 
-    The items of its lists are encoded one by one, because the encoder holds Python's lock all the
-    time: with a group of long trajectories in one call, the event loop of a run stood still.
+    The items of its lists, and of the lists of objects in it, are encoded one by one, because the
+    encoder holds Python's lock all the time: with a group of long trajectories in one call, the
+    event loop of a run stood still.
     """
     encode = _ENCODER.encode
     texts = []
     for key, value in row.items():
-        text = f"[{','.join(map(encode, value))}]" if type(value) is list else encode(value)
+        if type(value) is list:
+            text = f"[{','.join(map(encode, value))}]"
+        elif type(value) is dict and all(type(name) is str for name in value):
+            text = dump_row(value)
+        else:
+            text = encode(value)
         texts.append(f"{encode(key)}:{text}")
     return f"{{{','.join(texts)}}}"
 

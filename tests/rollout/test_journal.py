@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import UserDict
+from typing import ClassVar
 
 import pytest
 
@@ -14,7 +16,7 @@ from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import TrainError
 from areal_gym.rollout.episode_runners import EpisodeSetup
-from areal_gym.rollout.group_json import pack_group, unpack_group
+from areal_gym.rollout.group_json import dump_row, pack_group, unpack_group
 from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.runner import RolloutRunner
 from tests._support.paths import ROOT
@@ -259,3 +261,30 @@ def test_run_killed_repeatedly_trains_what_an_uninterrupted_run_does(tmp_path, m
     with Journal(directory / "journal.jsonl") as journal:
         known = journal.take_known()
     assert len(known) < 40  # of more than 80: the file does not grow for ever
+
+
+class Spy(UserDict):
+    """Notes what the encoder was given, when it comes to this mapping."""
+
+    encoded: ClassVar[list[str]] = []
+
+    def keys(self):
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not json.JSONEncoder.encode.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            self.encoded.append(frame.f_locals["o"]["id"])
+        return super().keys()
+
+
+def test_members_of_a_group_are_encoded_one_by_one():
+    """The encoder holds Python's lock: a whole group in one call would stop the event loop."""
+    members = [{"id": "a", "metrics": Spy(x=1)}, {"id": "b", "metrics": Spy(x=2)}]
+    row = {"event": "scored", "group": 3, "packed": {"id": "g", "trajectories": members}}
+    row["options"] = {1: "a key that is a number becomes a text"}
+    Spy.encoded.clear()
+    text = dump_row(row)
+    assert Spy.encoded == ["a", "b"]
+    plain = [{**member, "metrics": dict(member["metrics"])} for member in members]
+    expected = {**row, "packed": {"id": "g", "trajectories": plain}}
+    assert json.loads(text) == json.loads(json.dumps(expected))
