@@ -102,6 +102,54 @@ def _pull(source: str, to: Path | None, more: Mapping[str, Any]) -> tuple[Path, 
     return folder, "TAU2_DATA_DIR", folder
 
 
+@data_command.command("import-swe")
+@click.argument("repository", type=PATH)
+@click.argument("commit")
+@click.option(
+    "--test", "tests", multiple=True, required=True, help="A test, as pytest names it. Repeatable."
+)
+@click.option("--patch", type=PATH, help="The change [the commit itself, upon its parent].")
+@click.option("--to", type=PATH, default=Path("tasks"), help="Where the folder is written [tasks].")
+@click.option("--name", help="The task's name [swe/REPOSITORY-COMMIT].")
+@click.option("--instruction", help="What the agent is told [the commit's message].")
+@click.option(
+    "--package", "packages", multiple=True, help="A package that the tests need [pytest]."
+)
+@click.option(
+    "--run", "commands", multiple=True, help="A command of the image's build. Repeatable."
+)
+@common_options
+def import_swe_command(
+    repository: Path,
+    commit: str,
+    tests: tuple[str, ...],
+    patch: Path | None,
+    to: Path,
+    name: str | None,
+    instruction: str | None,
+    packages: tuple[str, ...],
+    commands: tuple[str, ...],
+) -> None:
+    """Make a task folder from a commit of a git repository and a test that it makes pass.
+
+    The agent gets the files before the change. With --patch, COMMIT is what the change is applied
+    to. Prints the folder, which `areal-gym check harbor:FOLDER` proves and `--env harbor:` plays.
+    """
+    from areal_gym.envs.harbor.swe_import import SweImport, import_swe
+
+    wanted = SweImport(
+        repository=repository,
+        commit=commit,
+        tests=tests,
+        patch=patch,
+        name=name,
+        instruction=instruction,
+        packages=tuple(dict.fromkeys(("pytest", *packages))),
+        commands=commands,
+    )
+    print_data(str(import_swe(wanted, to)))
+
+
 @data_command.command("show")
 @env_with_arguments()
 @click.option("--split", default="train", help="The split.")

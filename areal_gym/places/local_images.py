@@ -30,6 +30,9 @@ from areal_gym.places.local_server import LocalServer
 HOST_ROOT = "areal-gym/host"
 """The name of the root that is made of the running interpreter and this machine's tools."""
 
+PACKAGES_LABEL = "areal-gym.packages"
+"""The label of an image with installed packages that the host's root shall have."""
+
 _BACKEND = "local-1"  # raised when the same folder must be built anew
 _NUM_BUILDS = 2
 _LOG_CHARS = 1000
@@ -66,14 +69,14 @@ class LocalImages:
         self._packages = tuple(packages)
         self._roots = {name: Path(path) for name, path in roots.items()}
         self._start = start
-        self._host_key = ""
+        self._host_keys: dict[tuple[str, ...], str] = {}
         self._slots = asyncio.Semaphore(_NUM_BUILDS)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def resolve(self, server: LocalServer, image: PlaceImage) -> LocalImage:
         """Return an image, built if need be; what cannot be built is a SandboxError."""
         if image.reference is not None:
-            return await self._base(server, image.reference)
+            return await self._base(server, image.reference, ())
         folder = image.folder
         if folder is None or not (folder / "Dockerfile").is_file():
             raise SandboxError(
@@ -94,7 +97,7 @@ class LocalImages:
             bases = dockerfile.base_images(text, self._build_args)
             if len(bases) != 1:
                 raise SandboxError(f"one FROM is supported, and here are {len(bases)}")
-            base = await self._base(server, bases[0])
+            base = await self._base(server, bases[0], _labelled_packages(text))
             base_id = {bases[0]: base.layers[0]}
             arguments = (folder, self._build_args, base_id, _BACKEND)
             key = (await asyncio.to_thread(content_key, *arguments))[:20]
@@ -109,20 +112,19 @@ class LocalImages:
                 f"the image of {folder} was not built: {error.message}", hints=error.hints
             ) from error
 
-    async def _base(self, server: LocalServer, name: str) -> LocalImage:
-        """Return the image of a name in FROM, or of a reference."""
+    async def _base(self, server: LocalServer, name: str, packages: Sequence[str]) -> LocalImage:
+        """Return the image of a name in FROM, or of a reference; the host's has `packages`, too."""
         if name in self._roots:
             source = self._roots[name]
             key = await asyncio.to_thread(_root_key, source)
             return await self._unpacked(server, key, lambda tar: _add_root(tar, source))
         repository = name.rpartition("/")[2].partition(":")[0]
         if name == HOST_ROOT or repository == "python":
-            key = self._host_key = self._host_key or await asyncio.to_thread(
-                host_root_key, self._packages
-            )
-            return await self._unpacked(
-                server, key, lambda tar: write_host_root(tar, self._packages)
-            )
+            wanted = tuple(sorted({*self._packages, *packages}))
+            if wanted not in self._host_keys:
+                self._host_keys[wanted] = await asyncio.to_thread(host_root_key, wanted)
+            key = self._host_keys[wanted]
+            return await self._unpacked(server, key, lambda tar: write_host_root(tar, wanted))
         known = ", ".join([HOST_ROOT, "python:*", *sorted(self._roots)])
         raise SandboxError(
             f"local places have no image {name!r}; there are: {known}",
@@ -273,6 +275,15 @@ class _Build:
     async def _is_folder(self, path: str) -> bool:
         result = await self._place.run(["test", "-d", path], timeout_s=60, cwd="/", user=0)
         return result.exit_code == 0
+
+
+def _labelled_packages(text: str) -> list[str]:
+    """Return the packages that a Dockerfile's label names for the root of this machine."""
+    names: list[str] = []
+    for instruction in dockerfile.parse(text):
+        if instruction.keyword == "LABEL":
+            names += dockerfile.pairs(instruction, {}).get(PACKAGES_LABEL, "").split()
+    return names
 
 
 def _context_files(folder: Path, sources: Sequence[str]) -> list[tuple[Path, bool]]:
