@@ -97,6 +97,7 @@ MAY_IMPORT = {
         "envs.benchmarks",
         "envs.tau2",
         "envs.contamination",
+        "envs.harbor",
         "tasks",
         "rewards",
         "_gymnasium",

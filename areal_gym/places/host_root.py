@@ -41,7 +41,10 @@ _PROGRAMS = (
     *("sha256sum", "md5sum", "od", "nl", "paste", "join", "comm", "split", "tac", "kill", "dd"),
     *("nproc", "uname", "timeout", "nohup", "nice", "fold", "rev", "which", "grep", "egrep"),
     *("fgrep", "sed", "awk", "find", "xargs", "diff", "cmp", "patch", "tar", "gzip", "gunzip"),
-    *("bzip2", "xz", "ps", "setpriv", "su", "make", "git"),
+    *("bzip2", "xz", "ps", "setpriv", "su", "make", "git", "base64", "base32", "chgrp", "cksum"),
+    *("csplit", "expand", "factor", "fmt", "groups", "link", "logname", "numfmt", "pr", "ptx"),
+    *("shuf", "stdbuf", "sum", "sync", "truncate", "tsort", "tty", "unexpand", "unlink", "zcat"),
+    *("sha1sum", "sha512sum", "pgrep", "pkill", "free", "hostname", "getopt", "flock", "setsid"),
 )
 _LEFT_OUT = {
     *("test", "tests", "idlelib", "ensurepip", "tkinter", "turtledemo", "lib2to3"),

@@ -99,7 +99,13 @@ def import_swe(wanted: SweImport, target: Path) -> Path:
     """
     if not wanted.tests:
         raise UsageError("a task needs a test that fails", hints=["--test tests/test_x.py"])
-    commit = _git(wanted.repository, "rev-parse", "--verify", f"{wanted.commit}^{{commit}}").strip()
+    try:
+        commit = _git(wanted.repository, "rev-parse", "--verify", f"{wanted.commit}^{{commit}}")
+    except DataError as error:
+        raise DataError(
+            f"{wanted.repository} has no commit {wanted.commit!r}: {error.message}"
+        ) from None
+    commit = commit.strip()
     subject, _, body = _git(wanted.repository, "show", "-s", "--format=%B", commit).partition("\n")
     name = wanted.name or f"swe/{wanted.repository.resolve().name.lower()}-{commit[:10]}"
     folder = target / _NAME.sub("-", name.rpartition("/")[2].lower()).strip("-")
