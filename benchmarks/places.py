@@ -1,0 +1,99 @@
+"""Starts, commands and ends of places, alone and several at a time.
+
+    python benchmarks/places.py [--places local|docker] [--starts 30] [--together 8] [--json]
+
+Medians in milliseconds, and the processor time of this process and its children beside them: on a
+busy machine only that can be compared. Docker needs an engine; its image is imported if need be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from areal_gym.places import PlaceImage, PlaceLimits, Places
+from areal_gym.places.local_images import HOST_ROOT
+from areal_gym.plugins import registry
+from areal_gym.sandbox.suite.watch import descendants, read_stat
+
+DOCKER_IMAGE = "areal-gym-sandbox"
+LIMITS = PlaceLimits(memory_mb=256, storage_mb=64)
+COMMANDS = 5
+_TICKS_MS = 1000 / os.sysconf("SC_CLK_TCK")
+
+
+def processor_ms() -> float:
+    """Return the processor time of this process, its children and theirs, as far as they live."""
+    pids = {os.getpid(), *descendants(os.getpid())}
+    return sum(sum(map(int, read_stat(pid)[11:15])) for pid in pids) * _TICKS_MS
+
+
+async def timed(times: list[float], call: Callable[[], Awaitable[Any]]) -> Any:
+    """Await a call and add its milliseconds."""
+    start = time.perf_counter()
+    value = await call()
+    times.append((time.perf_counter() - start) * 1000)
+    return value
+
+
+async def measure(
+    places: Places, image: PlaceImage, num_starts: int, together: int
+) -> dict[str, Any]:
+    """Return the figures of one backend."""
+    times: dict[str, list[float]] = {"start": [], "command": [], "end": []}
+    slots = asyncio.Semaphore(together)
+
+    async def episode() -> None:
+        async with slots:
+            place = await timed(times["start"], lambda: places.start(image, LIMITS))
+            for _ in range(COMMANDS):
+                await timed(times["command"], lambda: place.run(["true"], timeout_s=60))
+            await timed(times["end"], place.aclose)
+
+    await (await places.start(image, LIMITS)).aclose()  # the server, the image
+    used, start = processor_ms(), time.perf_counter()
+    await asyncio.gather(*(episode() for _ in range(num_starts)))
+    seconds = time.perf_counter() - start
+    medians = {f"{name}_ms": round(statistics.median(each), 1) for name, each in times.items()}
+    best = {f"{name}_min_ms": round(min(each), 1) for name, each in times.items()}
+    return {
+        "together": together,
+        **medians,
+        **best,
+        "processor_ms_an_episode": round((processor_ms() - used) / num_starts, 1),
+        "episodes_a_second": round(num_starts / seconds, 1),
+    }
+
+
+async def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--places", default="local", help="local, docker, or a plugin's")
+    parser.add_argument("--starts", type=int, default=30, help="episodes of each row")
+    parser.add_argument(
+        "--together", type=int, default=8, help="episodes at a time in the second row"
+    )
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    image = PlaceImage(reference=HOST_ROOT if options.places == "local" else DOCKER_IMAGE)
+    places: Places = registry().make("places", options.places)
+    try:
+        rows = [
+            await measure(places, image, options.starts, together)
+            for together in (1, options.together)
+        ]
+    finally:
+        await places.aclose()
+    for row in rows:
+        line = json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items())
+        print(line)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
