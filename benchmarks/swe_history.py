@@ -20,15 +20,17 @@ from areal_gym.plugins import registry
 ROOT = Path(__file__).parent.parent
 COMMITS = (
     ("6432b17", "tests/config/test_config.py"),
-    ("8c002e5", "tests/rewards/test_judge.py"),
-    ("3636cb0", "tests/rewards/test_judge.py"),
-    ("dca16f1", "tests/envs/test_benchmarks.py"),
     ("8ab6edb", "tests/envs/search/test_search_env.py"),
-    ("2b48582", "tests/engines/test_sglang_launch.py"),
-    ("389dbb6", "tests/cli/test_bench.py"),
-    ("ffbfc1a", "tests/engines/test_vllm_servers.py"),
-    ("d492148", "tests/run_dir/test_untrusted_runs.py"),
-    ("6bbc3e8", "tests/models/test_device.py"),
+    ("dca16f1", "tests/envs/test_benchmarks.py::test_benchmark_without_a_model_asks_for_one"),
+    ("623e682", "tests/utils/test_neighbour_modules.py"),
+    ("eccac18", "tests/envs/test_base.py::test_tools_may_be_methods"),
+    ("ee28062", "tests/utils/test_garbage.py"),
+    ("f297f75", "tests/envs/test_benchmarks.py"),
+    ("6bc06c8", "tests/envs/harbor/test_task_folder.py"),
+    ("6bc06c8", "tests/envs/harbor/test_task_datasets.py"),
+    ("6632ccd", "tests/rewards/test_stall_watch.py"),
+    ("6632ccd", "tests/rewards/test_reward_set.py"),
+    ("6632ccd", "tests/tasks/test_opening.py"),
 )
 PACKAGES = (
     *("pytest", "hypothesis", "gymnasium", "pydantic", "pluggy", "platformdirs", "click", "rich"),
@@ -73,7 +75,7 @@ async def main() -> int:
                 commit=commit,
                 tests=(test,),
                 packages=PACKAGES,
-                name=f"own/{commit}",
+                name=f"own/{commit}-{Path(test.partition('::')[0]).stem}",
             )
             folder = import_swe(wanted, target)
             start = time.perf_counter()

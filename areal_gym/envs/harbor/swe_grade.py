@@ -1,4 +1,4 @@
-"""Runs the tests of an imported task on the agent's files as nobody; writes the reward as root.
+"""Runs the tests of an imported task as another user, and writes the reward as root.
 
 `swe_import` copies this file into each task as `tests/grade.py`, with the standard library only.
 """
@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from typing import Any
 
 APP, FILES, REPORT = "/app", "/tests/files", "/report"
-NOBODY = 65534
+OTHER_USER = 65534
 PLANTED = ("sitecustomize.py", "usercustomize.py")
 _REPORT_BYTES = 1 << 24
 # The directory of the program comes first only after the interpreter has started.
@@ -53,20 +53,20 @@ def _remove(path: str) -> None:
 
 
 def run_tests(tests: list[str]) -> int:
-    """Run pytest as nobody, whose processes cannot write the reward; return its exit code."""
+    """Run pytest as a user who cannot write the reward; return its exit code."""
     os.makedirs(REPORT, exist_ok=True)
     os.chmod(REPORT, 0o1777)
     for folder, names, files in os.walk(APP):
         for name in (*names, *files):
-            os.chown(os.path.join(folder, name), NOBODY, NOBODY, follow_symlinks=False)
-    os.chown(APP, NOBODY, NOBODY)
+            os.chown(os.path.join(folder, name), OTHER_USER, OTHER_USER, follow_symlinks=False)
+    os.chown(APP, OTHER_USER, OTHER_USER)
     arguments = ["-q", "-p", "no:cacheprovider", f"--junitxml={REPORT}/junit.xml", *tests]
     return subprocess.run(
         [sys.executable, "-I", "-c", _RUN.format(app=APP, arguments=arguments)],
         cwd=APP,
         env={"PATH": os.environ["PATH"], "HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"},
-        user=NOBODY,
-        group=NOBODY,
+        user=OTHER_USER,
+        group=OTHER_USER,
         extra_groups=[],
         check=False,
     ).returncode

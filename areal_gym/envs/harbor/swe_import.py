@@ -67,7 +67,7 @@ _TEST = "#!/bin/sh\nexec python3 -I /tests/grade.py\n"
 
 @dataclass(frozen=True, kw_only=True)
 class SweImport:
-    """What a task is made of.
+    """Describes the task to make.
 
     Without a `patch`, the commit is the change: the agent starts from its parent, and the tests
     are as the commit has them. With one, the agent starts from the commit, and the patch is the
