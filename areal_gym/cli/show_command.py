@@ -194,7 +194,9 @@ def _run_card(path: Path) -> dict[str, Any]:
 
 def _in_words(value: Any) -> str:
     match value:
-        case None:
+        case None | [] | "":
+            return "-"
+        case dict() if not value:
             return "-"
         case bool():
             return "yes" if value else "no"

@@ -247,7 +247,12 @@ class CsvRows(_FileRows):
         if len(starts) < 2:
             return []
         where = f"{file.path}, the names of the columns"
-        raw = file.at(0, min(int(starts[1]), MAX_ROW))
+        if starts[1] > MAX_ROW:
+            raise DataError(
+                f"{where}: {int(starts[1]):,} bytes long; at most {MAX_ROW:,} are read",
+                hints=["is a line break missing? the first line names the columns"],
+            )
+        raw = file.at(0, int(starts[1]))
         names = self._cells(_decoded(raw, where, is_first=True), where)
         repeated = [name for name in names if names.count(name) > 1]
         if repeated or not all(name.strip() for name in names):

@@ -94,6 +94,7 @@ def test_evaluations_are_listed_shown_compared_and_reported(cli, tmp_path):
     code, out, _ = cli("show", "runs/a")
     assert code == 0
     assert "math" in out
+    assert [line for line in out.splitlines() if len(line.split()) < 2] == []  # all have a value
     code, out, _ = cli("compare", "runs/a", "runs/b", "--json")
     comparison = json.loads(out)
     assert comparison["settings"] == {"seed": [0, 1]}

@@ -284,6 +284,9 @@ def test_an_absurd_line_is_refused_with_its_size(tmp_path, monkeypatch):
     path = as_file(tmp_path / "q.csv", "a,b\n1,2\n3," + "x" * 2000)
     with pytest.raises(DataError, match=r"row 2: 2,002 bytes long"):
         open_rows(path)
+    path = as_file(tmp_path / "q.csv", "a," + "x" * 2000)
+    with pytest.raises(DataError, match=r"the names of the columns: 2,002 bytes long"):
+        open_rows(path)
 
 
 def test_a_line_of_zeros_is_refused_and_not_read(tmp_path):
