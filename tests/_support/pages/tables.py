@@ -23,7 +23,7 @@ TWOS = ("engine.model={policy}", "env.kwargs.tasks=twos.jsonl", "rollout.group_s
 ONE_OF_EACH = ("engine.kwargs.num_servers=1", "trainer.num_ranks=1")
 FEW_EXAMPLES = ("data.num_examples=16", "data.batch_size=4")
 EXTRA_ARGUMENTS = (
-    (r"^areal-gym train (?!.*(--dry-run|rehearsal))", SMALL),
+    (r"^areal-gym (-p \S+ )?train (?!.*(--dry-run|rehearsal))", SMALL),
     (r"^areal-gym train -c rehearsal", (*ONE_OF_EACH, *SMALL[1:5], "eval.num_tasks=2")),
     (r"^areal-gym train .*(filters=.*(zero|rate)|=dapo)", TWOS),
     (r"^areal-gym train .*(-c|--objective) .*(sft|dpo|reward|distill)", FEW_EXAMPLES),
