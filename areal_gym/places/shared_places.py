@@ -6,10 +6,23 @@ import json
 from typing import Any, cast
 
 from areal_gym.places.base import Places
+from areal_gym.places.pool import PlacePool
 from areal_gym.plugins import registry
 from areal_gym.utils.per_loop import PerLoop
 
 _places: PerLoop[Places] = PerLoop(lambda places: places.aclose())
+
+
+def shared_pool(id: str = "local", *, spare: int = 0, **kwargs: Any) -> PlacePool:
+    """Return the running loop's pool of places, of which `spare` are started ahead.
+
+    Otherwise as `shared_places`.
+    """
+    key = json.dumps(["pool", id, spare, kwargs], sort_keys=True, default=repr)
+    pool = _places.get(
+        lambda: PlacePool(cast(Places, registry().make("places", id, **kwargs)), spare=spare), key
+    )
+    return cast(PlacePool, pool)
 
 
 def shared_places(id: str = "local", **kwargs: Any) -> Places:

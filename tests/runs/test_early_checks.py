@@ -52,6 +52,13 @@ def test_paths_that_exist_are_recorded_as_absolute(tmp_path, monkeypatch):
         "files": [str(tmp_path / "train"), "gone.jsonl"],
     }
     assert with_absolute_paths(found) == found
+    for given, wanted in (
+        ("harbor:train", f"harbor:{tmp_path / 'train'}"),
+        ("harbor:numbers-1", "harbor:numbers-1"),
+        ("textarena:train", "textarena:train"),
+    ):
+        named = load_config(overrides=[f"env.id={given}"])
+        assert with_absolute_paths(named).env.id == wanted
 
 
 def test_paths_of_a_recipe_are_looked_for_here_and_then_beside_it(tmp_path, monkeypatch):

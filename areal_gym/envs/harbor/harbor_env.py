@@ -22,12 +22,14 @@ from areal_gym.envs.harbor.shell_tools import Shell
 from areal_gym.envs.harbor.step_verification import Mode, Verdict, verify
 from areal_gym.envs.harbor.task_datasets import task_source
 from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep, resolved_env
+from areal_gym.envs.harbor.task_images import place_image, place_limits
 from areal_gym.envs.mcp_tools.server_settings import McpServerSettings, parse_servers
 from areal_gym.envs.mcp_tools.server_tools import ServerTools
 from areal_gym.envs.tools import Tool, tool
 from areal_gym.errors import ToolError, UsageError, choices
 from areal_gym.places import Places, ProgramPlace
-from areal_gym.places.shared_places import shared_places
+from areal_gym.places.pool import PlacePool
+from areal_gym.places.shared_places import shared_pool
 from areal_gym.plugins import registry
 from areal_gym.tasks.base import given_task
 from areal_gym.types import Message, Task
@@ -78,6 +80,7 @@ class HarborEnv(TextEnv):
         skip_broken: leave out tasks that cannot be used, instead of refusing all.
         places: the backend that runs the containers (`areal-gym list places`).
         places_kwargs: arguments of the backend, such as {build_args: {BASE_IMAGE: ...}}.
+        spare: how many containers are started ahead of the episodes that need them.
         verifier: "fresh", in a container of its own; "task": as the task's environment_mode says;
             "shared": in the agent's container, where the agent can forge its reward.
         max_turns: assistant messages after which the episode is truncated.
@@ -98,6 +101,7 @@ class HarborEnv(TextEnv):
         skip_broken: bool = False,
         places: str | Places = "local",
         places_kwargs: Mapping[str, Any] | None = None,
+        spare: int = 0,
         verifier: Mode = "fresh",
         max_turns: int = 30,
         command_timeout_s: float = 60.0,
@@ -114,6 +118,7 @@ class HarborEnv(TextEnv):
             raise UsageError(f"verifier = {verifier!r}", hints=choices(verifier, get_args(Mode)))
         self._places = registry().get("places", places).id if isinstance(places, str) else places
         self._places_kwargs = dict(places_kwargs or {})
+        self._spare = spare
         self._verifier = verifier
         self._path = path
         self.max_turns = max_turns
@@ -143,6 +148,7 @@ class HarborEnv(TextEnv):
         self._folder = self._tasks[str(task.data["name"])]
         self._progress = _Progress()
         self.tools = self._own_tools
+        self._expect_places()
         if self._folder.environment.mcp_servers:
             self._servers = ServerTools(_server_settings(self._folder))
             await self._open_servers()
@@ -315,7 +321,18 @@ class HarborEnv(TextEnv):
     def _backend(self) -> Places:
         if not isinstance(self._places, str):
             return self._places
-        return shared_places(self._places, **self._places_kwargs)
+        return shared_pool(self._places, spare=self._spare, **self._places_kwargs)
+
+    def _expect_places(self) -> None:
+        """Start the places of the chosen task while the policy reads it, as far as spares go."""
+        pool = self._backend()
+        if not isinstance(pool, PlacePool):
+            return
+        task = self._folder
+        image = place_image(task, task.environment, task.image_folder)
+        pool.build_ahead([image])
+        for _ in range(2):  # the agent's, and mostly the verifier's
+            pool.expect(image, place_limits(task.environment))
 
     def _seconds_left(self) -> float:
         """Return how long the agent's commands of this step may still take."""

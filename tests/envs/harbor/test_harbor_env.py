@@ -56,7 +56,7 @@ def test_the_oracle_earns_the_reward_and_nothing_earns_none(everywhere, tmp_path
     assert play(task, "I give up.", **everywhere).reward == 0.0
     # With what the agent changes in its working directory, also where the author meant "shared".
     write_files(task, {"task.toml": SHARED_TOML})
-    assert play(task, GOLD, GOLD, **everywhere).reward == 1.0
+    assert play(task, GOLD, GOLD, spare=2, **everywhere).reward == 1.0  # places started ahead
     assert (
         play(task, bash("rm -f question.txt; echo 41 > answer.txt"), "x", **everywhere).reward
         == 0.0
