@@ -5,7 +5,7 @@
 
 Rooms in a row, each with three numbered doors, of which the one with the largest number leads on
 and the others to a dead end; from there the only way is back, which costs a turn. There is time for
-one mistake. The reward, 1 at the exit, says nothing about single doors: with an advantage per
+two mistakes. The reward, 1 at the exit, says nothing about single doors: with an advantage per
 episode (`grpo`, `dr_grpo`) the right doors of an episode that failed are blamed for the wrong one.
 GiGPO (2505.10978) compares the ways out of each room, which the environment names by `state_key`.
 
@@ -33,8 +33,10 @@ from areal_gym.runs.policy_directory import policy_directory
 from areal_gym.runs.run_display import Display
 from areal_gym.types import Message, Task
 
-DEPTH = 4
+DEPTH = 8
 DOORS = 3
+SLACK = 2
+"""Mistakes for which there is time."""
 
 
 class DeadEnds(areal_gym.TextEnv):
@@ -43,10 +45,10 @@ class DeadEnds(areal_gym.TextEnv):
     Task: for each room the numbers on its doors.
     Observation: the room and its doors, or a dead end.
     Action: the number of a door, or "back" in a dead end.
-    Reward: 1 at the exit. Episode end: at the exit; truncated after two turns more than needed.
+    Reward: 1 at the exit. Episode end: at the exit; truncated after four turns more than needed.
     """
 
-    max_turns = DEPTH + 2
+    max_turns = DEPTH + 2 * SLACK
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
         """Draw the doors' numbers; those of a split are odd or even in sum."""
@@ -81,12 +83,20 @@ class DeadEnds(areal_gym.TextEnv):
         return areal_gym.Response(messages=[view], state_key=key)
 
     def gold_action(self) -> str:
-        """Return the largest number, or the way back."""
-        return "back" if self._is_dead_end else str(max(self._doors))
+        """Return the largest number at half of the doors, else any; in a dead end the way back.
+
+        This is the demonstrator of the warm start, so that what is left to learn is each door.
+        """
+        return self.noop_action()
 
     def noop_action(self) -> str:
-        """Return any door."""
-        return "back" if self._is_dead_end else str(self.np_random.choice(self._doors))
+        """Return what the demonstrator says."""
+        if self._is_dead_end or self.np_random.random() < 0.5:
+            return self._right_action()
+        return str(self.np_random.choice(self._doors))
+
+    def _right_action(self) -> str:
+        return "back" if self._is_dead_end else str(max(self._doors))
 
     @property
     def _doors(self) -> list[int]:
@@ -105,6 +115,7 @@ def settings(*overrides: str) -> RunConfig:
             *SMALL,
             f"env.id={Path(__file__).resolve()}:DeadEnds",
             "rollout.max_new_tokens=16",
+            "engine.max_context=512",
             *("trainer.lr=3e-4", "trainer.muon_lr=3e-3", "trainer.save_every=0"),
             "eval.num_tasks=128",
             *overrides,

@@ -1,0 +1,62 @@
+"""Runs of distillation from whole distributions, from the policy with a hint, from two teachers."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_gym.config import RunConfig, load_config
+from areal_gym.errors import ConfigError
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
+from areal_gym.models.tiny.decoder import build_decoder
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.replay import replay
+from areal_gym.runs.train import train
+
+
+def config_of(policy, *overrides: str, steps: int = 6) -> RunConfig:
+    return load_config(
+        overrides=[
+            *("objective=distill", f"engine.model={policy}", f"steps={steps}", "env.id=math"),
+            *("engine.max_context=256", "rollout.max_new_tokens=8", "rollout.batch_groups=4"),
+            *("rollout.group_size=2", "eval.num_tasks=4", "trainer.lr=3e-3", *overrides),
+        ]
+    )
+
+
+@pytest.fixture
+def teacher(tiny_policy, tmp_path):
+    """Another policy of the same kind."""
+    decoder = build_decoder(load_checkpoint(tiny_policy).config, seed=9)
+    return save_checkpoint(decoder, tmp_path / "teacher", tokenizer_dir=tiny_policy)
+
+
+def kl_of(config: RunConfig, directory) -> list[float]:
+    train(config, run_dir=directory)
+    return [row["train/kl_teacher"] for row in RunDir(directory).read_metrics()]
+
+
+def test_whole_distributions_are_learned_by_one_rank_and_by_two(tiny_policy, teacher, tmp_path):
+    whole = ("teacher.divergence=reverse", f"teacher.model={teacher}")
+    one = kl_of(config_of(tiny_policy, *whole), tmp_path / "one")
+    assert one[-1] < one[0]
+    two = kl_of(config_of(tiny_policy, *whole, "trainer.num_ranks=2", steps=1), tmp_path / "two")
+    assert two[0] == pytest.approx(one[0], rel=1e-3)
+
+
+def test_policy_with_a_hint_teaches_itself_and_the_run_is_replayed(tiny_policy, tmp_path):
+    own = ("teacher.is_policy=true", "teacher.hint=The answer is {answer}.")
+    config = config_of(tiny_policy, *own, steps=3)
+    found = kl_of(config, tmp_path / "run")
+    assert all(kl != 0 for kl in found)  # the hint changes what it would say
+    run = RunDir(tmp_path / "run")
+    assert replay(load_config(run.config_file), run.path).is_identical
+    with pytest.raises(ConfigError, match="does not fit the task"):
+        kl_of(config_of(tiny_policy, own[0], "teacher.hint=It is {nothing}."), tmp_path / "wrong")
+
+
+def test_two_teachers_are_one_mixture(tiny_policy, teacher, tmp_path):
+    alone = kl_of(config_of(tiny_policy, f"teacher.model={teacher}", steps=1), tmp_path / "alone")
+    pair = (f"teacher.model={teacher}", f"teacher.further=[{{model: {tiny_policy}}}]")
+    mixed = kl_of(config_of(tiny_policy, *pair, steps=1), tmp_path / "mixed")
+    # Half of the mixture is the policy itself.
+    assert mixed[0] < alone[0]
