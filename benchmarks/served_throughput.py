@@ -105,7 +105,7 @@ def raw_call(session: aiohttp.ClientSession, url: str, kind: str, num_tokens: in
             sampling = sampling_params(params, num_tokens, has_seeds=False)
             route = "/generate"
             body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-        async with session.post(url + route, data=json.dumps(body).encode()) as response:
+        async with session.post(url + route, data=orjson.dumps(body)) as response:
             answer: Any = orjson.loads(await response.read())
         ids = answer["choices"][0]["token_ids"] if kind == "vllm" else answer["output_ids"]
         return len(ids)

@@ -1,6 +1,7 @@
 """A single SGLang server: requests, refusals and malformed answers."""
 
 import asyncio
+import json
 
 import pytest
 from aiohttp import web
@@ -65,6 +66,18 @@ def test_plain_text_answers_are_accepted(response, answer):
     async def scenario():
         async with website(handle) as url:
             assert await post_to(url) == answer
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("value", ["\ud800", 2**70, 1.5, "é"])
+def test_bodies_of_requests_are_json(value):
+    async def scenario():
+        async def handle(request):
+            return web.json_response({"got": json.loads(await request.read())})
+
+        async with website(handle) as url:
+            assert (await post_to(url, "/generate", {"a": [value]}))["got"] == {"a": [value]}
 
     asyncio.run(scenario())
 

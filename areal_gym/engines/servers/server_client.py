@@ -268,7 +268,7 @@ class ServerClient(ABC):
         self, route: str, body: dict[str, Any], *, timeout_s: float = QUICK_S
     ) -> dict[str, Any]:
         """Send a POST request; raises as `get` does."""
-        return await self._request("POST", route, json.dumps(body).encode(), timeout_s)
+        return await self._request("POST", route, _dumps(body), timeout_s)
 
     async def aclose(self) -> None:
         """Close the connections; pending requests raise `EngineUnreachableError`.
@@ -326,6 +326,14 @@ class ServerClient(ABC):
             return answer
         message = f"{self.url}{route} refused (HTTP {status}): {_message(answer)}"
         raise RefusedError(message, status=status)
+
+
+def _dumps(body: dict[str, Any]) -> bytes:
+    """Return JSON. orjson takes a tenth of the time, and refuses what is not valid UTF-8."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        return json.dumps(body).encode()
 
 
 def _loads(body: bytes) -> Any:
