@@ -111,6 +111,17 @@ def _simulated_decoder(
     return decoder
 
 
+def _trunks(mode: FakeTensorMode) -> Callable[[Decoder], PolicyModel]:
+    """Return a method that makes a critic's trunk; fake tensors cannot be copied with a module."""
+
+    def duplicate_trunk(decoder: Decoder) -> PolicyModel:
+        trunk = _simulated_decoder(Decoder, decoder.config, mode)
+        trunk.lm_head = None  # type: ignore[assignment]
+        return trunk
+
+    return duplicate_trunk
+
+
 def shape_of(policy: PolicyModel) -> ModelShape:
     """Return the sizes of a model, before its weights are sharded by others than transformers."""
     shape = policy.shape
@@ -138,6 +149,7 @@ def surroundings(mode: FakeTensorMode, *, is_cpu: bool) -> Iterator[None]:
             stack.enter_context(_replaced(module, "run", lambda *_, **__: None))
         stack.enter_context(_replaced(flat_batch, "_block", _block))
         stack.enter_context(_replaced(ContextGroup, "wanted", _wanted))
+        stack.enter_context(_replaced(Decoder, "duplicate_trunk", _trunks(mode)))
         if not is_cpu:
             stack.enter_context(_replaced(kernel_library, "is_there", lambda: False))
             stack.enter_context(_replaced(flat_batch, "fits_kernel", _fits_kernel))

@@ -23,6 +23,7 @@ from areal_gym.trainer.chunked_logprobs import chunk_tokens
 from areal_gym.trainer.objectives.dpo import Dpo
 from areal_gym.trainer.objectives.reward_model import BradleyTerry
 from areal_gym.trainer.objectives.supervised import Sft, Supervised
+from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.parallel.fsdp import drop_gathered, load_for_training
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.trainer import Trainer
@@ -97,11 +98,18 @@ def peak_of_a_real_step(rank, directory, *overrides):
     drop_gathered(*trainer._frozen_models)  # shards are labelled, here and there
     for frozen in trainer._frozen_models:
         tracker.label(frozen.parameters(), "frozen")
-    with labelled_training(tracker, trainer.decoder, trainer._optimizer.parts), tracker:
-        trainer.step(batch, 1)
+    models = torch.nn.ModuleList([trainer.decoder])
+    if critic := getattr(trainer, "_critic", None):
+        models.append(critic)
+    optimizers = [part for part in trainer._parts() if isinstance(part, Optimizer)]
+    with labelled_training(tracker, models, [each for part in optimizers for each in part.parts]):
+        tracker.label((p for p in models.parameters() if not p.requires_grad), "frozen")
+        with tracker:
+            trainer.step(batch, 1)
     return tracker.peak
 
 
+OWN_CRITIC = ("trainer.algorithm=ppo", "trainer.critic.trunk=own")
 TWO_RANKS = {
     "all layers kept": ("qwen3", ()),
     "recomputed": ("qwen3", ("trainer.recompute_layers=true",)),
@@ -113,6 +121,9 @@ TWO_RANKS = {
     "imitation": ("qwen3", ("objective=sft",)),
     "pairs": ("qwen3", ("objective=dpo",)),
     "a reward model": ("qwen3", ("objective=rm",)),
+    "an adapter, its critic's own trunk": ("qwen3", ("trainer.lora.rank=4", *OWN_CRITIC)),
+    "shared tokens": ("qwen3", ("trainer.parallel.context=2",)),
+    "divided matrices": ("qwen3", ("trainer.parallel.tensor=2",)),
 }
 
 
@@ -148,11 +159,13 @@ def test_every_part_of_a_real_step_is_simulated(tmp_path):
     assert_alike(simulated("qwen3", is_cpu=True).peak, peak_of_a_real_step(0, directory))
 
 
-def test_every_part_of_a_step_of_the_tiny_decoder_is_simulated(tmp_path):
+@pytest.mark.parametrize("extra", [(), OWN_CRITIC, ("trainer.lora.rank=4", *OWN_CRITIC)])
+def test_every_part_of_a_step_of_the_tiny_decoder_is_simulated(extra, tmp_path):
     directory = checkpoint(tmp_path, "qwen3") / "qwen3"
     shape = config_from_hf(config_of("qwen3").to_dict())
-    ours = simulate_step(settings("model.backend=tiny"), shape, is_cpu=True)
-    assert_alike(ours.peak, peak_of_a_real_step(0, directory, "model.backend=tiny"))
+    words = ("model.backend=tiny", *extra)
+    ours = simulate_step(settings(*words), shape, is_cpu=True)
+    assert_alike(ours.peak, peak_of_a_real_step(0, directory, *words))
     count = sum(p.numel() for p in build_decoder(shape, seed=0).parameters())
     assert ours.shape.num_parameters == count
 
