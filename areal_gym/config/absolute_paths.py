@@ -32,7 +32,16 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         update[section] = settings.model_copy(
             update={key: _absolute(getattr(settings, key)) for key in keys}
         )
+    env = update["env"]
+    update["env"] = env.model_copy(update={"id": _absolute_task_folder(env.id)})
     return config.model_copy(update=update)
+
+
+def _absolute_task_folder(id: str) -> str:
+    """Return an environment's id with an absolute path, if it is `harbor:PATH`."""
+    adapter, _, path = id.partition(":")
+    is_path = adapter == "harbor" and path and Path(path).exists()
+    return f"{adapter}:{Path(path).absolute()}" if is_path else id
 
 
 def beside_recipe(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
