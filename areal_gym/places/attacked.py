@@ -12,9 +12,8 @@ import tarfile
 from collections.abc import Iterable
 
 from areal_gym.errors import SandboxError
-from areal_gym.places.base import CommandResult, PlaceImage, PlaceLimits
+from areal_gym.places.base import CommandResult, Place, PlaceImage, PlaceLimits
 from areal_gym.places.local_images import HOST_ROOT
-from areal_gym.places.local_place import LocalPlace
 from areal_gym.places.local_places import LocalPlaces
 from areal_gym.plugins import SandboxSpec, hookimpl
 from areal_gym.sandbox.base import (
@@ -103,7 +102,7 @@ def _snippet(code: str) -> bytes:
 
 
 async def _result(
-    place: LocalPlace, result: CommandResult, limits: SandboxLimits, seconds: float
+    place: Place, result: CommandResult, limits: SandboxLimits, seconds: float
 ) -> SandboxResult:
     status = SandboxStatus.OK if result.exit_code == 0 else SandboxStatus.ERROR
     if result.exit_code > 128:

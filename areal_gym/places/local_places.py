@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.errors import SandboxError
-from areal_gym.places.base import PlaceImage, PlaceLimits
+from areal_gym.places.base import Place, PlaceImage, PlaceLimits
 from areal_gym.places.layer_store import LayerStore, LocalImage
 from areal_gym.places.local_images import LocalImages
 from areal_gym.places.local_place import LocalPlace
 from areal_gym.places.local_server import LocalServer
+from areal_gym.places.pool import PlacePool
 from areal_gym.utils.cache import cache_directory
 
 _MEMORY_MB, _STORAGE_MB, _BUILD_MB, _SHM_MB = 2048, 512, 8192, 64
@@ -36,6 +37,8 @@ class LocalPlaces:
         build_args: arguments of all builds, such as `BASE_IMAGE`.
         packages: installed packages that the host's root has, with what they require.
         roots: folders or archives of root directories on this machine, by image name.
+        spare: how many places wait, started ahead: after each start one more with the same image
+            and limits, for the siblings of a group and for the verifier.
         images_mb: the size of all kept images above which the least recently used are removed.
         cache: where images are kept. Default: the cache directory.
     """
@@ -46,6 +49,7 @@ class LocalPlaces:
         build_args: Mapping[str, str] | None = None,
         packages: Sequence[str] = (),
         roots: Mapping[str, Path] | None = None,
+        spare: int = 0,
         images_mb: int = _IMAGES_MB,
         cache: Path | None = None,
     ) -> None:
@@ -64,10 +68,17 @@ class LocalPlaces:
         self._starts = asyncio.Semaphore(_NUM_STARTS)
         self._numbers = itertools.count(1)
         self._places: set[LocalPlace] = set()
+        self._pool = PlacePool(_StartedAnew(self), spare=spare)
         self._is_closed = False
 
-    async def start(self, image: PlaceImage, limits: PlaceLimits) -> LocalPlace:
-        """Return a started place, or raise SandboxError."""
+    async def start(self, image: PlaceImage, limits: PlaceLimits) -> Place:
+        """Return a started place that was never used, or raise SandboxError."""
+        place = await self._pool.start(image, limits)
+        self._pool.expect(image, limits)
+        return place
+
+    async def start_anew(self, image: PlaceImage, limits: PlaceLimits) -> LocalPlace:
+        """Start a place now, whatever waits; or raise SandboxError."""
         settings = _settings(image, limits)
         server = await self._connect()
         built = await self._images.resolve(server, image)
@@ -86,6 +97,7 @@ class LocalPlaces:
     async def aclose(self) -> None:
         """Remove all places of this object. May be called twice."""
         self._is_closed = True
+        await self._pool.aclose()
         server, self._server = self._server, None
         if server is not None:
             try:
@@ -123,6 +135,22 @@ class LocalPlaces:
                 await asyncio.shield(place.aclose())
                 raise
         return place
+
+
+class _StartedAnew:
+    """The backend of the pool: starts, and leaves the end to the places."""
+
+    def __init__(self, places: LocalPlaces) -> None:
+        self._places = places
+
+    async def start(self, image: PlaceImage, limits: PlaceLimits) -> Place:
+        return await self._places.start_anew(image, limits)
+
+    async def build(self, image: PlaceImage) -> str:
+        return await self._places.build(image)
+
+    async def aclose(self) -> None:
+        pass
 
 
 def _settings(image: PlaceImage, limits: PlaceLimits) -> dict[str, Any]:

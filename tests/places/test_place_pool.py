@@ -102,3 +102,20 @@ def test_a_cancelled_start_leaves_no_place(local_cache):
         return (await place.run(["ls", "/proc/self/root"], timeout_s=20)).exit_code
 
     assert play(local_cache, scene, spare=1) == 0
+
+
+def test_local_places_with_spares_start_the_next_of_the_same_image_ahead(local_cache):
+    async def use():
+        places = LocalPlaces(cache=local_cache, spare=1)
+        try:
+            first = await places.start(HOST, LIMITS)
+            waiting = await started(places._pool)
+            second = await places.start(HOST, LIMITS)
+            return first._number, second._number, waiting, await echo(first), await echo(second)
+        finally:
+            await places.aclose()
+
+    first, second, waiting, *texts = asyncio.run(use())
+    assert first != second
+    assert waiting == {second}
+    assert texts[0] == texts[1]
