@@ -21,7 +21,6 @@ ROOT = Path(__file__).parent.parent
 COMMITS = (
     ("6432b17", "tests/config/test_config.py"),
     ("8ab6edb", "tests/envs/search/test_search_env.py"),
-    ("dca16f1", "tests/envs/test_benchmarks.py::test_benchmark_without_a_model_asks_for_one"),
     ("623e682", "tests/utils/test_neighbour_modules.py"),
     ("eccac18", "tests/envs/test_base.py::test_tools_may_be_methods"),
     ("ee28062", "tests/utils/test_garbage.py"),
