@@ -21,7 +21,7 @@ from areal_gym.errors import InfrastructureError, UsageError
 from areal_gym.images.reading import MEDIA_TYPE, ImageLimits, encode_png, read_image
 from areal_gym.message_types import ImagePart
 from areal_gym.types import Trajectory
-from areal_gym.utils.files import readable_disk_errors
+from areal_gym.utils.files import read_bytes, readable_disk_errors
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _VARIABLE = "AREAL_GYM_IMAGES"
 """Environment variable with the directory of the process's store, for its children."""
 _HASH = re.compile("[0-9a-f]{64}")
+_LARGEST = 64 * 2**20
 _MOST_REMEMBERED = 1024
 """Pictures whose foreign bytes are recognised, so that they are decoded once."""
 
@@ -105,7 +106,7 @@ class ImageStore:
         """
         file = self.path(sha256)
         try:
-            png = file.read_bytes()
+            png = read_bytes(file, most=_LARGEST)
         except FileNotFoundError:
             # Tasks that were opened before the run are in the store of before.
             for other in _stores:

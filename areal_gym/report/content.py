@@ -13,6 +13,7 @@ from areal_gym.errors import UsageError
 from areal_gym.report.chart_table import Chart, charts_of, evaluations_of
 from areal_gym.run_dir.run_files import RunFiles
 from areal_gym.run_dir.run_list import no_run_hints
+from areal_gym.run_dir.shown_images import inlined
 from areal_gym.run_dir.trajectory_files import TrajectoryFile, step_of
 from areal_gym.utils.markup import number
 
@@ -148,7 +149,13 @@ def best_and_worst(path: Path, num: int) -> list[tuple[str, Mapping[str, Any]]]:
     best = _apart(rows, order, num)
     worst = [place for place in _apart(rows, order[::-1], num) if place not in best]
     kinds = {**dict.fromkeys(best, "best"), **dict.fromkeys(worst, "worst")}
-    return [(kind, file.read_head(place)) for place, kind in kinds.items()]
+    return [(kind, _with_pictures(path, file.read_head(place))) for place, kind in kinds.items()]
+
+
+def _with_pictures(path: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+    pictures = inlined(path.parent.parent, row)
+    messages = [{**message, "pictures": pictures} for message in row["messages"]]
+    return {**row, "messages": messages} if pictures else dict(row)
 
 
 def _apart(rows: Sequence[Mapping[str, Any]], order: Sequence[int], num: int) -> list[int]:

@@ -46,6 +46,7 @@ article header { margin-bottom: 8px; }
 .best b { color: var(--good); } .worst b { color: var(--bad); }
 .message { border-left: 2px solid var(--line); padding-left: 10px; margin: 8px 0; }
 .assistant { border-color: var(--accent); } .message small { display: block; }
+.message img { max-width: 100%; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: inherit;
   unicode-bidi: isolate; }
 .call, .tool pre { font: 12px/1.5 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; }
@@ -57,7 +58,7 @@ footer { color: var(--soft); margin-top: 40px; font-size: 12px; }
 def as_html(report: Report) -> str:
     """Return the page."""
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'"
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'"
     charts = "".join(f"<div>{draw(chart)}</div>" for chart in report.charts)
     examples = "".join(_example(kind, row) for kind, row in report.examples)
     examples = f'<div class="examples">{examples}</div>' if examples else ""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+_INLINED = re.compile("data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
 _MOST_MESSAGES = 16
 _FOLD = 600
 
@@ -132,8 +133,25 @@ def message(entry: Mapping[str, Any], *, origin: str | None = None, fold: int) -
     )
     return (
         f'<div class="message {kind} {origin}"><small>{escaped(role)}</small>'
-        f"{thinking if thought else ''}{_folded(entry.get('content') or '', fold)}{calls}</div>"
+        f"{thinking if thought else ''}{_content(entry, fold)}{calls}</div>"
     )
+
+
+def _content(entry: Mapping[str, Any], fold: int) -> str:
+    content = entry.get("content") or ""
+    if not isinstance(content, list):
+        return _folded(content, fold)
+    return "".join(_part(part, entry.get("pictures") or {}, fold) for part in content)
+
+
+def _part(part: Mapping[str, Any], pictures: Mapping[str, str], fold: int) -> str:
+    if part.get("type") != "image":
+        return _folded(part.get("text") or "", fold)
+    name = f"[image {part.get('width')}x{part.get('height')} {str(part.get('sha256'))[:4]}]"
+    url = pictures.get(str(part.get("sha256")), "")
+    if not _INLINED.fullmatch(url):
+        return _folded(name, fold)
+    return f'<div><img src="{url}" alt="{escaped(name)}"></div>'
 
 
 def _call(call: Mapping[str, Any], fold: int) -> str:

@@ -67,6 +67,10 @@ class EvaluationCatalog:
             row["texts"] = self.texts(id, (i for s in row["spans"] for i in s["token_ids"]))
         return row
 
+    def directory_of(self, id: str) -> Path:
+        """Return the directory of an evaluation, which has its pictures."""
+        return self._place(id).path
+
     def file_of(self, id: str) -> str | None:
         """Return the file of a run's trajectories that one on its schedule is read from."""
         step = self._place(id).step

@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from areal_gym.run_dir.shown_images import inlined
 from areal_gym.utils.files import to_json, write_atomic
 from areal_gym.viewer.catalog import Catalog, Run
 from areal_gym.viewer.evaluation_catalog import EvaluationCatalog
@@ -70,6 +71,8 @@ def _packed(run: Run, chunks: list[str]) -> dict[str, Any]:
     for name in run.file_names():
         num = len(run.file(name).page())
         details = [run.trajectory(name, place, has_texts=False) for place in range(num)]
+        for row in details:
+            row["pictures"] = inlined(run.path, row)
         ids.update(i for row in details for span in row["spans"] for i in span["token_ids"])
         names[name] = f"chunk-{len(chunks)}"
         lists[name] = run.page(name)
@@ -97,6 +100,8 @@ def _packed_evaluation(
         return {"about": about, "samples": samples, "chunk": chunk, "texts": run["texts"]}
     num = len(samples["columns"]["task"])
     details = [evaluations.trajectory(id, place, has_texts=False) for place in range(num)]
+    for row in details:
+        row["pictures"] = inlined(evaluations.directory_of(id), row)
     ids = {i for row in details for span in row["spans"] for i in span["token_ids"]}
     name = f"chunk-{len(chunks)}"
     chunks.append(_chunk(name, details))

@@ -9,6 +9,7 @@
     GET /api/runs/RUN/FILE?start=&limit=       a page of a file's trajectories
     GET /api/runs/RUN/FILE/search?q=TEXT       places of trajectories with a text
     GET /api/runs/RUN/FILE/PLACE               one trajectory
+    GET /api/runs/RUN/images/SHA256            a picture of its store
     GET /api/evaluations                       cards of all evaluations
     GET /api/evaluations/ID                    one, with all that it says of itself
     GET /api/evaluations/ID/samples?start=&limit=    a page of its samples
@@ -29,8 +30,9 @@ import contextlib
 import json
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib import resources
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,6 +44,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_gym.errors import DataError, GymError, UnknownIdError
 from areal_gym.run_dir.run_notes import RunNotes, move_to_trash
+from areal_gym.run_dir.shown_images import read_shown
 from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper, to_json
 from areal_gym.utils.http_servers.addresses import host_name, is_loopback, is_same_secret
 from areal_gym.utils.http_servers.asgi_site import serve_asgi
@@ -126,8 +129,10 @@ def make_app(catalog: Catalog, *, token: str | None = None, is_read_only: bool =
             Route("/api/listing", changes),
             Route("/api/evaluations", every_evaluation),
             of_evaluation("/{id}", lambda id, request: evaluations.about(id)),
+            Route("/api/evaluations/{id}/images/{sha256}", _image_of(evaluations.directory_of)),
             of_evaluation("/{id}/samples", samples),
             of_evaluation("/{id}/samples/{place}", sample),
+            Route("/api/runs/{id}/images/{sha256}", _image_of(lambda id: catalog.run(id).path)),
             edit("/notes", _save_notes),
             edit("/delete", _delete),
             of_run("", lambda run, request: run.about()),
@@ -236,6 +241,19 @@ def _foreign_write(request: Request) -> Response | None:
     if is_own:
         return None
     return Response("only the viewer's own pages may change runs", 403)
+
+
+def _image_of(directory: Callable[[str], Path]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint of the pictures in the stores of these directories."""
+
+    async def endpoint(request: Request) -> Response:
+        place, sha256 = directory(request.path_params["id"]), request.path_params["sha256"]
+        png = await asyncio.to_thread(read_shown, place, sha256)
+        if png is None:
+            return Response("no such picture", 404)
+        return Response(png, media_type="image/png")
+
+    return endpoint
 
 
 async def _page(request: Request) -> Response:

@@ -9,19 +9,31 @@ export function messagesTab(body, trajectory) {
 /** All messages as elements; `from` leaves out the first ones. */
 export function dialogue(trajectory, from = 0) {
   const turnOf = turnsByMessage(trajectory);
-  return trajectory.messages.map((message, i) => (i < from ? null : messageBox(message, turnOf.get(i))));
+  return trajectory.messages.map((message, i) => (i < from ? null : messageBox(message, turnOf.get(i), trajectory.pictureOf)));
 }
 
-function messageBox(message, turn) {
+function messageBox(message, turn, pictureOf) {
   const label = message.role === "tool" && message.name ? `tool · ${message.name}` : message.role;
   const isLong = message.role === "system" && (message.content || "").length > 400;
   return h(`article.message.${kindOf(message.role)}`, {},
     h("header", {}, shown(label), turn ? turnFacts(turn) : null),
     message.reasoning_content ? h("div.reasoning", {}, folded(message.reasoning_content, 1500)) : null,
-    message.content ? folded(message.content, isLong ? 300 : undefined) : null,
+    contentOf(message.content, isLong ? 300 : undefined, pictureOf),
     (message.tool_calls || []).map(callBox),
     message.parse_error ? h("div.error", {}, shown(`malformed call: ${message.parse_error}`)) : null,
     !message.content && !message.tool_calls?.length && !message.reasoning_content ? h("div.text.nothing", {}, "empty") : null);
+}
+
+// A content is a text, or a list of texts and pictures.
+function contentOf(content, limit, pictureOf) {
+  if (!Array.isArray(content)) return content ? folded(content, limit) : null;
+  return content.map((part) => {
+    if (part.type !== "image") return folded(String(part.text || ""), limit);
+    const name = `[image ${part.width}x${part.height} ${String(part.sha256).slice(0, 4)}]`;
+    const url = /^[0-9a-f]{64}$/.test(part.sha256) ? pictureOf?.(part.sha256) : null;
+    if (!url) return h("div.text", {}, shown(name));
+    return h("img.picture", { src: url, alt: name, title: name, loading: "lazy" });
+  });
 }
 
 function kindOf(role) {

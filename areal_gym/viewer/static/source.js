@@ -7,7 +7,10 @@ class Server {
   evaluations() { return ask("/api/evaluations"); }
   evaluation(id) { return ask(`/api/evaluations/${encodeURIComponent(id)}`); }
   samples(id, start, limit) { return ask(`/api/evaluations/${encodeURIComponent(id)}/samples?start=${start}&limit=${limit}`); }
-  sample(id, place) { return ask(`/api/evaluations/${encodeURIComponent(id)}/samples/${place}`); }
+  async sample(id, place) {
+    const row = await ask(`/api/evaluations/${encodeURIComponent(id)}/samples/${place}`);
+    return { ...row, pictureOf: (sha256) => `/api/evaluations/${encodeURIComponent(id)}/images/${sha256}` };
+  }
   annotate(run, notes) { return tell(`/api/runs/${encodeURIComponent(run)}/notes`, notes); }
   remove(run) { return tell(`/api/runs/${encodeURIComponent(run)}/delete`, {}); }
   about(run) { return ask(`/api/runs/${encodeURIComponent(run)}`); }
@@ -15,7 +18,10 @@ class Server {
   curves(run, after = 0) { return ask(`/api/runs/${encodeURIComponent(run)}/curves?after=${after}`); }
   rows(run, file, start, limit) { return ask(`${this.#file(run, file)}?start=${start}&limit=${limit}`); }
   search(run, file, text) { return ask(`${this.#file(run, file)}/search?q=${encodeURIComponent(text)}`); }
-  detail(run, file, place) { return ask(`${this.#file(run, file)}/${place}`); }
+  async detail(run, file, place) {
+    const row = await ask(`${this.#file(run, file)}/${place}`);
+    return { ...row, pictureOf: (sha256) => `/api/runs/${encodeURIComponent(run)}/images/${sha256}` };
+  }
 
   #file(run, file) {
     return `/api/runs/${encodeURIComponent(run)}/${encodeURIComponent(file)}`;
@@ -61,14 +67,14 @@ class Exported {
     const one = this.#evaluation(id);
     const row = (await this.#chunkOf(one.chunk))[place];
     if (!row) throw new Error(`${id} has no sample ${place} in this file`);
-    return { ...row, texts: one.texts };
+    return { ...row, texts: one.texts, pictureOf: (sha256) => row.pictures?.[sha256] };
   }
 
   async search(run, file, text) {
     const needle = text.toLowerCase();
     const found = [];
     (await this.#chunk(run, file)).forEach((row, place) => {
-      const { spans, texts, trained, ...head } = row;
+      const { spans, texts, trained, pictures, ...head } = row;
       if (JSON.stringify(head).toLowerCase().includes(JSON.stringify(needle).slice(1, -1))) found.push(place);
     });
     return found;
@@ -77,7 +83,7 @@ class Exported {
   async detail(run, file, place) {
     const row = (await this.#chunk(run, file))[place];
     if (!row) throw new Error(`${file} has no trajectory ${place} in this file`);
-    return { ...row, texts: this.#run(run).texts };
+    return { ...row, texts: this.#run(run).texts, pictureOf: (sha256) => row.pictures?.[sha256] };
   }
 
   #run(name) {

@@ -42,6 +42,7 @@ export function tokensTab(body, trajectory, { query, onQuery }) {
     for (let start = 0; start < tokens.length; start += BLOCK) {
       const block = h("span.block");
       for (const token of tokens.slice(start, start + BLOCK)) {
+        if (token.isFolded) continue;
         if (token.branch !== branch) {
           if (branch !== null) block.append(h("div.fork", {}, `branch ${token.branch}: the history was rewritten`));
           branch = token.branch;
@@ -66,12 +67,15 @@ function tokensOf(trajectory) {
   const tokens = [];
   let sampled = 0;
   for (const span of trajectory.spans) {
+    const images = span.images || [];
     span.token_ids.forEach((id, i) => {
+      const image = images.find((one) => one.start <= i && i < one.start + one.length);
       const isSampled = span.origin === "policy";
       const now = isSampled && trained ? trained.logprobs[sampled] : undefined;
       const old = span.logprobs ? span.logprobs[i] : undefined;
       tokens.push({
-        place: tokens.length, id, text: texts[id], origin: span.origin, turn: span.turn, branch: span.branch,
+        place: tokens.length, id, isFolded: image !== undefined && image.start < i,
+        text: image ? `[${image.length} × image ${String(image.sha256).slice(0, 4)}]` : texts[id], origin: span.origin, turn: span.turn, branch: span.branch,
         version: span.policy_version, logprob: old, now,
         gap: now === undefined || old === undefined ? undefined : now - old,
         advantage: isSampled && trained ? trained.advantages[sampled] : undefined,
