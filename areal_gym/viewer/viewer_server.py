@@ -118,6 +118,9 @@ def make_app(catalog: Catalog, *, token: str | None = None, is_read_only: bool =
     def samples(id: str, request: Request) -> Any:
         return evaluations.page(id, _whole(request, "start", 0), _whole(request, "limit", 5_000))
 
+    def run_directory(name: str) -> Path:
+        return catalog.run(name).path
+
     async def every_evaluation(request: Request) -> Response:
         return await _answer(evaluations.cards)
 
@@ -129,10 +132,12 @@ def make_app(catalog: Catalog, *, token: str | None = None, is_read_only: bool =
             Route("/api/listing", changes),
             Route("/api/evaluations", every_evaluation),
             of_evaluation("/{id}", lambda id, request: evaluations.about(id)),
-            Route("/api/evaluations/{id}/images/{sha256}", _image_of(evaluations.directory_of)),
+            Route(
+                "/api/evaluations/{id}/images/{sha256}", _image_of(evaluations.directory_of, "id")
+            ),
             of_evaluation("/{id}/samples", samples),
             of_evaluation("/{id}/samples/{place}", sample),
-            Route("/api/runs/{id}/images/{sha256}", _image_of(lambda id: catalog.run(id).path)),
+            Route("/api/runs/{run}/images/{sha256}", _image_of(run_directory, "run")),
             edit("/notes", _save_notes),
             edit("/delete", _delete),
             of_run("", lambda run, request: run.about()),
@@ -243,11 +248,13 @@ def _foreign_write(request: Request) -> Response | None:
     return Response("only the viewer's own pages may change runs", 403)
 
 
-def _image_of(directory: Callable[[str], Path]) -> Callable[[Request], Awaitable[Response]]:
+def _image_of(
+    directory: Callable[[str], Path], name: str
+) -> Callable[[Request], Awaitable[Response]]:
     """Return the endpoint of the pictures in the stores of these directories."""
 
     async def endpoint(request: Request) -> Response:
-        place, sha256 = directory(request.path_params["id"]), request.path_params["sha256"]
+        place, sha256 = directory(request.path_params[name]), request.path_params["sha256"]
         png = await asyncio.to_thread(read_shown, place, sha256)
         if png is None:
             return Response("no such picture", 404)

@@ -28,8 +28,10 @@ ROUTES = {
     "/api/listing",
     "/api/evaluations",
     "/api/evaluations/{id}",
+    "/api/evaluations/{id}/images/{sha256}",
     "/api/evaluations/{id}/samples",
     "/api/evaluations/{id}/samples/{place}",
+    "/api/runs/{run}/images/{sha256}",
     "/api/runs/{run}/notes",
     "/api/runs/{run}/delete",
     "/api/runs/{run}",
@@ -100,7 +102,7 @@ def every_path(names=NAMES[:2]):
         for run in names
         for file in ("step-000001", "step-000002")
         for place in ("0", "3", "9")
-        for path in sorted(ROUTES - {"/static/{name}"})
+        for path in sorted(p for p in ROUTES - {"/static/{name}"} if "{sha256}" not in p)
     ]
 
 
@@ -121,7 +123,7 @@ def test_viewer_answers_odd_paths_and_queries(root, seed):
     paths = []
     for _ in range(30):
         path = dice.choice(sorted(ROUTES))
-        for name in ("{run}", "{file}", "{place}", "{name}", "{id}"):
+        for name in ("{run}", "{file}", "{place}", "{name}", "{id}", "{sha256}"):
             path = path.replace(name, word())
         keys = dice.sample(("after", "start", "limit", "q", "token", ""), dice.randrange(3))
         paths.append(f"{path}?{'&'.join(f'{key}={word()}' for key in keys)}")
