@@ -118,9 +118,6 @@ def make_app(catalog: Catalog, *, token: str | None = None, is_read_only: bool =
     def samples(id: str, request: Request) -> Any:
         return evaluations.page(id, _whole(request, "start", 0), _whole(request, "limit", 5_000))
 
-    def run_directory(name: str) -> Path:
-        return catalog.run(name).path
-
     async def every_evaluation(request: Request) -> Response:
         return await _answer(evaluations.cards)
 
@@ -137,7 +134,7 @@ def make_app(catalog: Catalog, *, token: str | None = None, is_read_only: bool =
             ),
             of_evaluation("/{id}/samples", samples),
             of_evaluation("/{id}/samples/{place}", sample),
-            Route("/api/runs/{run}/images/{sha256}", _image_of(run_directory, "run")),
+            Route("/api/runs/{run}/images/{sha256}", _image_of(catalog.directory_of, "run")),
             edit("/notes", _save_notes),
             edit("/delete", _delete),
             of_run("", lambda run, request: run.about()),
