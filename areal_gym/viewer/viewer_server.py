@@ -134,7 +134,7 @@ def make_app(catalog: Catalog, *, token: str | None = None, is_read_only: bool =
             ),
             of_evaluation("/{id}/samples", samples),
             of_evaluation("/{id}/samples/{place}", sample),
-            Route("/api/runs/{run}/images/{sha256}", _image_of(catalog.directory_of, "run")),
+            Route("/api/runs/{run}/images/{sha256}", _image_of(catalog.run, "run")),
             edit("/notes", _save_notes),
             edit("/delete", _delete),
             of_run("", lambda run, request: run.about()),
@@ -246,13 +246,14 @@ def _foreign_write(request: Request) -> Response | None:
 
 
 def _image_of(
-    directory: Callable[[str], Path], name: str
+    find: Callable[[str], Run | Path], name: str
 ) -> Callable[[Request], Awaitable[Response]]:
     """Return the endpoint of the pictures in the stores of these directories."""
 
     async def endpoint(request: Request) -> Response:
-        place, sha256 = directory(request.path_params[name]), request.path_params["sha256"]
-        png = await asyncio.to_thread(read_shown, place, sha256)
+        place, sha256 = find(request.path_params[name]), request.path_params["sha256"]
+        directory = place if isinstance(place, Path) else place.path
+        png = await asyncio.to_thread(read_shown, directory, sha256)
         if png is None:
             return Response("no such picture", 404)
         return Response(png, media_type="image/png")
