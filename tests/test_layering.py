@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "tasks": COMMON,
     "envs": COMMON | {"places", "sandbox.base", "sandbox=", "tasks", "rewards"},
     "engines": COMMON | {"models"},
-    "agents": COMMON | {"envs.base", "envs.tools", "engines.base", "sandbox.base"},
+    "agents": COMMON | {"places", "envs.base", "envs.tools", "engines.base", "sandbox.base"},
     "recording": COMMON | {"engines.base", "envs.base"},
     "gateway": COMMON | {"engines.base", "recording"},
     "viewer": COMMON | {"run_dir", "report"},
@@ -81,7 +81,7 @@ MAY_IMPORT = {
         "agents.base",
         "recording",
     }
-    | {"gateway.shared_gateway", "gateway.session", "runs.episodes"},
+    | {"places", "gateway.shared_gateway", "gateway.session", "runs.episodes"},
     "trainer": COMMON | {"models", "engines.base"},
     "warm_start": COMMON | {"envs", "engines", "models", "trainer"},
     "distributed": COMMON

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -11,6 +12,8 @@ from areal_gym.types import Message
 if TYPE_CHECKING:
     from areal_gym.envs.base import StepResult
     from areal_gym.envs.tools import Tool
+    from areal_gym.errors import EngineError
+    from areal_gym.places import ProgramPlace
 
 __all__ = ["Agent", "Episode", "PolicyEndpoint"]
 
@@ -25,6 +28,17 @@ class PolicyEndpoint(Protocol):
     @property
     def api_key(self) -> str:
         """The episode's secret. It is worth nothing after the episode."""
+
+    @property
+    def num_calls(self) -> int:
+        """How many completions the program has asked for."""
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why the newest call failed, if the policy could not be sampled."""
+
+    async def listen_at(self, listener: socket.socket) -> str:
+        """Serve this episode, and no other, at a listening socket; return the URL, with `/v1`."""
 
     async def claimed(self) -> None:
         """Offer the episode to external programs, and wait until one has opened it."""
@@ -79,6 +93,9 @@ class Episode(Protocol):
         Args:
             max_calls: further calls are refused, and the episode is then truncated.
         """
+
+    async def program_place(self) -> ProgramPlace | None:
+        """Return where a program that plays the episode runs; None: on this machine."""
 
     async def call_tool(self, call_id: str) -> str:
         """Return the output of a tool call that the policy has made over HTTP.

@@ -77,6 +77,8 @@ _ADAPTERS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
      "a game of TextArena for one player", ("textarena",)),
     ("openenv", "adapters.openenv:OpenEnvEnv", "url",
      "an environment behind an OpenEnv server", ("openenv",)),
+    ("verifiers", "verifiers.verifiers_env:VerifiersEnv", "id",
+     "an environment of verifiers 0.3 or 0.4, from a Python of its own", ()),
     ("remote", "server.remote_env:RemoteEnv", "url",
      "an environment served by areal-gym serve-env", ()),
 )  # fmt: skip

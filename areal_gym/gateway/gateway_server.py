@@ -10,12 +10,16 @@ plays it. Opening, rewarding and ending sessions needs another secret, the contr
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
+
 from aiohttp import web
 
 from areal_gym.errors import InfrastructureError
 from areal_gym.gateway.http_messages import error_middleware
 from areal_gym.gateway.routes import routes_of
-from areal_gym.gateway.session_registry import SessionRegistry
+from areal_gym.gateway.session import Session
+from areal_gym.gateway.session_registry import BOUND_SESSION, SessionRegistry
 from areal_gym.utils.http_servers.addresses import http_address
 from areal_gym.utils.http_servers.aiohttp_site import HttpSite
 from areal_gym.utils.http_servers.connections import ConnectionLimits
@@ -63,6 +67,15 @@ class Gateway(SessionRegistry):
             ) from None
         self.url = http_address(self._host, self._port)
         self._site = site
+
+    async def listen_for(self, session: Session, listener: socket.socket) -> Callable[[], None]:
+        """Serve a session, and no other, at a listening socket; return what stops that.
+
+        Raises InfrastructureError if the gateway does not listen yet, or no more.
+        """
+        if self._site is None:
+            raise InfrastructureError("the gateway is closed: it cannot listen at a place")
+        return await self._site.listen_at(listener, lambda: BOUND_SESSION.set(session))
 
     async def aclose(self) -> None:
         """End all sessions and stop listening. Idempotent."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from areal_gym.gateway.http_messages import ApiError
 from areal_gym.gateway.text_stream import Delta, TextStream
 from areal_gym.recording import ContextFullError, Conversations, Recorder, TurnDraft, derive_seed
 from areal_gym.types import Message, StopReason
+from areal_gym.utils.http_servers.addresses import http_address
 
 _MAX_REMEMBERED = 256
 """Calls whose completions are kept for retries."""
@@ -97,6 +99,7 @@ class Session:
         episode: EpisodeHandle | None,
         on_offer: Callable[[Session], None],
         on_close: Callable[[Session], None],
+        on_listen: Callable[[Session, socket.socket], Awaitable[Callable[[], None]]],
     ) -> None:
         self.recorder = recorder
         self.options = options
@@ -112,6 +115,8 @@ class Session:
         """Whether the policy was called after the environment had ended the episode."""
         self._on_offer = on_offer
         self._on_close = on_close
+        self._on_listen = on_listen
+        self._stops: list[Callable[[], None]] = []
         self._conversations = Conversations(recorder, max_points=options.max_points)
         self._calls: OrderedDict[bytes, _Call] = OrderedDict()
         self._by_call_id: dict[str, Message] = {}
@@ -309,6 +314,22 @@ class Session:
         except AgentError as error:
             raise ApiError(400, str(error)) from None
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is served inside a place."""
+        return bool(self._stops)
+
+    @property
+    def num_calls(self) -> int:
+        """How many completions there were."""
+        return self.recorder.num_calls
+
+    async def listen_at(self, listener: socket.socket) -> str:
+        """Serve this session, and no other, at a listening socket until it is closed."""
+        host, port = listener.getsockname()[:2]
+        self._stops.append(await self._on_listen(self, listener))
+        return f"{http_address(host, port)}/v1"
+
     async def claimed(self) -> None:
         """Offer the episode to external programs, and wait until one has opened it."""
         self._on_offer(self)
@@ -333,6 +354,8 @@ class Session:
     def close(self) -> None:
         """Make the secret worthless and abort calls that are under way."""
         self._on_close(self)
+        for stop in self._stops:
+            stop()
         for call in self._calls.values():
             call.task.cancel()
         self._calls.clear()

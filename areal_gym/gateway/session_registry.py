@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import socket
 from collections.abc import Callable
+from contextvars import ContextVar
 
 from aiohttp import web
 
@@ -21,6 +23,9 @@ from areal_gym.utils.http_servers.addresses import is_same_secret
 MODEL = "policy"
 """The policy's name. Any other name means it, too: programs have names built in."""
 
+
+BOUND_SESSION: ContextVar[Session | None] = ContextVar("areal_gym_bound_session", default=None)
+"""The only session that the request which is being handled may use; None: any."""
 
 _MAX_NAMED = 4096
 """Groups whose task is remembered."""
@@ -71,6 +76,7 @@ class SessionRegistry:
             episode=episode,
             on_offer=self.offers.append,
             on_close=self._forget,
+            on_listen=self.listen_for,
         )
         self._by_key[session.api_key] = session
         self.sessions[session.id] = session
@@ -84,6 +90,10 @@ class SessionRegistry:
         recorder = Recorder(engine, renderer, params, in_flight=InFlight(), keeps=False)
         options = SessionOptions(is_training=False, max_points=4096, api_key=api_key)
         return self.open_session(recorder, options)
+
+    async def listen_for(self, session: Session, listener: socket.socket) -> Callable[[], None]:
+        """Serve a session, and no other, at a socket; return what stops that."""
+        raise NotImplementedError
 
     def _forget(self, session: Session) -> None:
         self._by_key.pop(session.api_key, None)
@@ -119,7 +129,8 @@ class SessionRegistry:
     def session_of(self, request: web.Request) -> Session:
         """Return the session whose secret the request has, or raise ApiError."""
         key = key_of(request)
-        if key in self._by_key:
+        bound = BOUND_SESSION.get()
+        if key in self._by_key and bound in (None, self._by_key[key]):
             return self._by_key[key]
         if is_same_secret(key, self.control_key):
             raise ApiError(403, "the control key opens and ends sessions; ask with a session's key")
@@ -132,7 +143,7 @@ class SessionRegistry:
     def require_control(self, request: web.Request) -> None:
         """Raise ApiError if the request has another key than the control key, or none."""
         key = key_of(request)
-        if is_same_secret(key, self.control_key):
+        if is_same_secret(key, self.control_key) and BOUND_SESSION.get() is None:
             return
         if key in self._by_key:
             raise ApiError(403, "a session's key does not open, reward or end sessions")

@@ -23,7 +23,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from areal_gym.agents.base import Agent, PolicyEndpoint
 from areal_gym.chat import Dialogue, Renderer
@@ -45,6 +45,7 @@ from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, T
 
 if TYPE_CHECKING:
     from areal_gym.gateway.session import Session
+    from areal_gym.places import ProgramPlace
 
 _T = TypeVar("_T")
 
@@ -83,6 +84,10 @@ async def play_episode(
     Raises:
         UsageError: the request itself is wrong (no such split, roles that the template refuses).
     """
+    if agent_id != "chat" and isinstance(env, PlaysItself):
+        raise UsageError(
+            f"{type(env).__name__} plays its episodes itself: no agent can", hints=["--agent chat"]
+        )
     params = params or SamplingParams()
     recorder = Recorder(engine, renderer, params, seed=seed, in_flight=in_flight)
     episode = _RecordedEpisode(env, recorder, group_id)
@@ -124,7 +129,10 @@ async def _play_to_end(
             _, info = await episode.of_env(reset, "reset")
             episode.first_messages = info["messages"]
             try:
-                await agent.play(episode)
+                if isinstance(episode.env, PlaysItself):
+                    await episode.play_outside(episode.env)
+                else:
+                    await agent.play(episode)
             except BaseException as error:
                 if _is_failure(error):
                     episode.blame_agent(error)
@@ -153,6 +161,16 @@ def _is_failure(error: BaseException) -> bool:
         task = asyncio.current_task()
         return task is not None and task.cancelling() == 0
     return not isinstance(error, GeneratorExit) and type(error) is not KeyboardInterrupt
+
+
+@runtime_checkable
+class PlaysItself(Protocol):
+    """An environment that another library plays, by its own loop, and that needs a policy only."""
+
+    max_policy_calls: int
+
+    async def play_outside(self, base_url: str, api_key: str) -> None:
+        """Play the episode to its end; its outcome is the next response."""
 
 
 class _EpisodeOver(Exception):
@@ -237,6 +255,15 @@ class _RecordedEpisode:
             options = SessionOptions(group_id=self.group_id, max_calls=max_calls)
             self._session = gateway.open_session(self.recorder, options, episode=self)
         return self._session
+
+    async def program_place(self) -> ProgramPlace | None:
+        return await self.of_env(self.env.program_place, "program_place")
+
+    async def play_outside(self, env: PlaysItself) -> None:
+        """Let the environment play the episode itself, with the policy at the gateway."""
+        endpoint = await self.access(max_calls=env.max_policy_calls)
+        await env.play_outside(endpoint.base_url, endpoint.api_key)
+        await self.finish("")
 
     async def call_tool(self, call_id: str) -> str:
         message = None if self._session is None else self._session.message_with(call_id)
@@ -332,6 +359,9 @@ class _RecordedEpisode:
             run.cancel()
         if self._session is not None:
             self._session.close()
+            if self._session.is_inside:
+                branches = {turn.branch for turn in self.recorder.turns}
+                self.recorder.metrics["forks"] = max(0, len(branches) - 1)
         self.recorder.release()
 
     # ---- failures -----------------------------------------------------------------------------
@@ -380,7 +410,7 @@ class _RecordedEpisode:
         session, record = self._session, self.recorder
         if session is None or isinstance(error, _EpisodeOver):
             return
-        if isinstance(error, EpisodeError) and not isinstance(error, AgentError):
+        if isinstance(error, EpisodeError) and not isinstance(error, AgentError | EngineError):
             return
         if session.was_called_after_end and self.is_over and record.error is None:
             raise _EpisodeOver from error

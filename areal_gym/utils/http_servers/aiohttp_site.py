@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -57,6 +58,7 @@ class HttpSite:
             keepalive_timeout=self._limits.idle_s,
         )
         self._server: asyncio.Server | None = None
+        self._stops: dict[socket.socket, Callable[[], None]] = {}
 
     async def start(self, host: str, port: int, *, backlog: int = 2048) -> int:
         """Listen, and return the port (0 asks for any); raises OSError if the address is taken."""
@@ -73,11 +75,49 @@ class HttpSite:
         number: int = self._server.sockets[0].getsockname()[1]
         return number
 
+    async def listen_at(
+        self, listener: socket.socket, on_request: Callable[[], object]
+    ) -> Callable[[], None]:
+        """Serve the application at one more socket; return what closes it and its connections.
+
+        `on_request` is called before each of its requests, in the task that handles it: it may set
+        context variables.
+        """
+        served = self.runner.server
+        assert served is not None
+        make_request = served.request_factory
+
+        def marked(*args: Any) -> web.BaseRequest:
+            on_request()
+            return make_request(*args)
+
+        own = web.Server(
+            served.request_handler,
+            request_factory=marked,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=self._limits.idle_s,
+        )
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(self.guard.protected(own), sock=listener)
+
+        def stop() -> None:
+            self._stops.pop(listener, None)
+            server.close()
+            for connection in own.connections:
+                if connection.transport is not None:
+                    connection.transport.abort()
+
+        self._stops[listener] = stop
+        return stop
+
     async def aclose(self) -> None:
         """Stop listening and close all connections. Idempotent."""
         server, self._server = self._server, None
         if server is None:
             return
+        for stop in list(self._stops.values()):
+            stop()
         await stop_listening([server])
         await self.runner.cleanup()
         self.guard.close()
