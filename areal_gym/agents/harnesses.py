@@ -42,6 +42,7 @@ export CODEX_HOME=$AREAL_GYM_HOME
 cat > "$CODEX_HOME/config.toml" <<END
 model = "policy"
 model_provider = "gateway"
+web_search = "disabled"
 [model_providers.gateway]
 name = "gateway"
 base_url = "$OPENAI_BASE_URL"
