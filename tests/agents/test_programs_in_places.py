@@ -80,7 +80,7 @@ def test_what_a_program_leaves_in_the_place_is_graded(local, tmp_path):
     assert (trajectory.reward, trajectory.stop_reason) == (1.0, StopReason.COMPLETED)
     assert trajectory.metrics["forks"] == 0
     (sampled,) = [span for span in trajectory.spans if span.logprobs is not None]
-    assert bytes(sampled.token_ids).startswith(b"42")
+    assert bytes(token for token in sampled.token_ids if token < 256) == b"42"
     assert len(sampled.logprobs) == len(sampled.token_ids)
 
 
