@@ -18,7 +18,7 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.verifiers.verifiers_env import VerifiersEnv
-from areal_gym.envs.verifiers.worker import close_workers
+from areal_gym.envs.verifiers.verifiers_worker import close_workers
 from areal_gym.errors import EngineError, UsageError
 from areal_gym.rollout.episode import play_episode
 from areal_gym.types import StopReason

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.verifiers.worker import VerifiersWorker, default_python, shared_worker
+from areal_gym.envs.verifiers.verifiers_worker import VerifiersWorker, default_python, shared_worker
 from areal_gym.errors import EnvError, UsageError
 from areal_gym.types import Message, Task, text_of
 
