@@ -315,11 +315,6 @@ class Session:
             raise ApiError(400, str(error)) from None
 
     @property
-    def is_inside(self) -> bool:
-        """Whether it is served inside a place."""
-        return bool(self._stops)
-
-    @property
     def num_calls(self) -> int:
         """How many completions there were."""
         return self.recorder.num_calls
@@ -354,6 +349,9 @@ class Session:
     def close(self) -> None:
         """Make the secret worthless and abort calls that are under way."""
         self._on_close(self)
+        if self._stops:  # a program inside a place: it may rewrite its history
+            branches = {turn.branch for turn in self.recorder.turns}
+            self.recorder.metrics["forks"] = max(0, len(branches) - 1)
         for stop in self._stops:
             stop()
         for call in self._calls.values():

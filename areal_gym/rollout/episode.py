@@ -23,7 +23,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_gym.agents.base import Agent, PolicyEndpoint
 from areal_gym.chat import Dialogue, Renderer
@@ -41,6 +41,7 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.recording import ContextFullError, InFlight, Recorder, TurnDraft
+from areal_gym.rollout.outside_play import PlaysItself, is_failure, play_outside, require_no_agent
 from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory, readable
 
 if TYPE_CHECKING:
@@ -84,10 +85,7 @@ async def play_episode(
     Raises:
         UsageError: the request itself is wrong (no such split, roles that the template refuses).
     """
-    if agent_id != "chat" and isinstance(env, PlaysItself):
-        raise UsageError(
-            f"{type(env).__name__} plays its episodes itself: no agent can", hints=["--agent chat"]
-        )
+    require_no_agent(env, agent_id)
     params = params or SamplingParams()
     recorder = Recorder(engine, renderer, params, seed=seed, in_flight=in_flight)
     episode = _RecordedEpisode(env, recorder, group_id)
@@ -130,11 +128,11 @@ async def _play_to_end(
             episode.first_messages = info["messages"]
             try:
                 if isinstance(episode.env, PlaysItself):
-                    await episode.play_outside(episode.env)
+                    await play_outside(episode, episode.env)
                 else:
                     await agent.play(episode)
             except BaseException as error:
-                if _is_failure(error):
+                if is_failure(error):
                     episode.blame_agent(error)
                 raise
     except EpisodeError as error:
@@ -149,28 +147,6 @@ async def _play_to_end(
         ):
             failure = EngineUnreachableError(f"{failure}, and no server was there for part of it")
         episode.recorder.fail(failure)
-
-
-def _is_failure(error: BaseException) -> bool:
-    """Return whether an exception fails the episode: not the run's own cancellation, nor Ctrl-C.
-
-    Libraries that behave like a program exit, or raise a `BaseException`: those fail the episode.
-    A cancellation that was not requested for this task is the agent's or environment's own.
-    """
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() == 0
-    return not isinstance(error, GeneratorExit) and type(error) is not KeyboardInterrupt
-
-
-@runtime_checkable
-class PlaysItself(Protocol):
-    """An environment that another library plays, by its own loop, and that needs a policy only."""
-
-    max_policy_calls: int
-
-    async def play_outside(self, base_url: str, api_key: str) -> None:
-        """Play the episode to its end; its outcome is the next response."""
 
 
 class _EpisodeOver(Exception):
@@ -214,7 +190,7 @@ class _RecordedEpisode:
             self._is_full = True
             raise _EpisodeOver from None
         except BaseException as error:
-            if _is_failure(error):
+            if is_failure(error):
                 self.blame(error, EngineError, "generate")
             raise
         self.recorder.unread = ()
@@ -258,12 +234,6 @@ class _RecordedEpisode:
 
     async def program_place(self) -> ProgramPlace | None:
         return await self.of_env(self.env.program_place, "program_place")
-
-    async def play_outside(self, env: PlaysItself) -> None:
-        """Let the environment play the episode itself, with the policy at the gateway."""
-        endpoint = await self.access(max_calls=env.max_policy_calls)
-        await env.play_outside(endpoint.base_url, endpoint.api_key)
-        await self.finish("")
 
     async def call_tool(self, call_id: str) -> str:
         message = None if self._session is None else self._session.message_with(call_id)
@@ -359,9 +329,6 @@ class _RecordedEpisode:
             run.cancel()
         if self._session is not None:
             self._session.close()
-            if self._session.is_inside:
-                branches = {turn.branch for turn in self.recorder.turns}
-                self.recorder.metrics["forks"] = max(0, len(branches) - 1)
         self.recorder.release()
 
     # ---- failures -----------------------------------------------------------------------------
@@ -372,7 +339,7 @@ class _RecordedEpisode:
         try:
             return await call()
         except BaseException as error:
-            if _is_failure(error):
+            if is_failure(error):
                 self.blame(error, EnvError, name)
             raise
         finally:
