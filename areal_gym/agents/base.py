@@ -31,11 +31,11 @@ class PolicyEndpoint(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """How many completions the program has asked for."""
+        """The number of completions that the program has asked for."""
 
     @property
     def error(self) -> EngineError | None:
-        """Why the newest call failed, if the policy could not be sampled."""
+        """The failure of the newest call, if the policy could not be sampled."""
 
     async def listen_at(self, listener: socket.socket) -> str:
         """Serve this episode, and no other, at a listening socket; return the URL, with `/v1`."""

@@ -316,7 +316,7 @@ class Session:
 
     @property
     def num_calls(self) -> int:
-        """How many completions there were."""
+        """The number of completions."""
         return self.recorder.num_calls
 
     async def listen_at(self, listener: socket.socket) -> str:
