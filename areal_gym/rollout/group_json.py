@@ -67,17 +67,26 @@ def dump_row(row: Mapping[str, Any]) -> str:
     encoder holds Python's lock all the time: with a group of long trajectories in one call, the
     event loop of a run stood still.
     """
+    return "".join(_texts(row))
+
+
+def _texts(row: Mapping[str, Any]) -> Iterator[str]:
     encode = _ENCODER.encode
-    texts = []
-    for key, value in row.items():
+    yield "{"
+    for number, (key, value) in enumerate(row.items()):
+        yield f"{',' if number else ''}{encode(key)}:"
         if type(value) is list:
-            text = f"[{','.join(map(encode, value))}]"
+            yield "["
+            for place, item in enumerate(value):
+                if place:
+                    yield ","
+                yield encode(item)
+            yield "]"
         elif type(value) is dict and all(type(name) is str for name in value):
-            text = dump_row(value)
+            yield from _texts(value)
         else:
-            text = encode(value)
-        texts.append(f"{encode(key)}:{text}")
-    return f"{{{','.join(texts)}}}"
+            yield encode(value)
+    yield "}"
 
 
 def _pack(trajectory: Trajectory, task: Task) -> dict[str, Any]:
