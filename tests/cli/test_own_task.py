@@ -73,14 +73,14 @@ def settings_of(capsys, *arguments):
 def test_the_options_are_settings_with_absolute_paths(folder, capsys):
     settings = settings_of(
         capsys,
-        *("--data", "prompts.jsonl", "--reward", "mine.py:exact", "--reward", "length=0.1"),
+        *("--data", "prompts.jsonl", "--reward", "mine.py:exact", "--reward", "format=0.1"),
         *("--tools", "mine.py:add", "--model", "Qwen/Qwen3-0.6B"),
     )
     assert settings["env"] == {
         "id": "prompts",
         "kwargs": {
             "tasks": str(folder / "prompts.jsonl"),
-            "reward": [f"{folder}/mine.py:exact", "length=0.1"],
+            "reward": [f"{folder}/mine.py:exact", "format=0.1"],
             "tools": f"{folder}/mine.py:add",
         },
     }
