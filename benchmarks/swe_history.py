@@ -1,4 +1,4 @@
-"""Ten tasks from this project's own history: imported, solved by their commits, and left undone.
+"""Tasks from this project's own history: imported, solved by their commits, and left undone.
 
     python benchmarks/swe_history.py [--to DIR] [--only COMMIT]
 
@@ -22,14 +22,9 @@ COMMITS = (
     ("6432b17", "tests/config/test_config.py"),
     ("8ab6edb", "tests/envs/search/test_search_env.py"),
     ("623e682", "tests/utils/test_neighbour_modules.py"),
-    ("eccac18", "tests/envs/test_base.py::test_tools_may_be_methods"),
     ("ee28062", "tests/utils/test_garbage.py"),
-    ("f297f75", "tests/envs/test_benchmarks.py"),
     ("6bc06c8", "tests/envs/harbor/test_task_folder.py"),
-    ("6bc06c8", "tests/envs/harbor/test_task_datasets.py"),
-    ("6632ccd", "tests/rewards/test_stall_watch.py"),
-    ("6632ccd", "tests/rewards/test_reward_set.py"),
-    ("6632ccd", "tests/tasks/test_opening.py"),
+    ("c9993a6", "tests/utils/test_code_references.py"),
 )
 PACKAGES = (
     *("pytest", "hypothesis", "gymnasium", "pydantic", "pluggy", "platformdirs", "click", "rich"),

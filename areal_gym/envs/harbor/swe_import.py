@@ -25,6 +25,7 @@ from areal_gym.envs.harbor.task_folder import MOST_FILES
 from areal_gym.errors import DataError, UsageError
 
 _SETTINGS = ("pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "conftest.py")
+_PLAIN_BYTES = 60_000
 _NAME = re.compile(r"[^a-z0-9]+")
 _GRADER = Path(__file__).with_name("swe_grade.py")
 
@@ -148,16 +149,9 @@ def _write(
     for path in sorted(tests):
         _copy(after / path, folder / "tests" / "files" / path)
     removed = [path for path in program if not (after / path).is_file()]
-    for path in program:
-        if path not in removed:
-            _copy(after / path, solution / "files" / path)
-    lines = [
-        "#!/bin/sh",
-        "set -e",
-        "cp -R /solution/files/. /app/" if len(removed) < len(program) else "",
-    ]
+    written = [path for path in program if path not in removed]
+    lines = ["#!/bin/sh", "set -e", *_solution(after, written, solution)]
     lines += [f"rm -f '/app/{path}'" for path in removed]
-    (solution / "solve.sh").parent.mkdir(parents=True, exist_ok=True)
     (solution / "solve.sh").write_text("\n".join(line for line in lines if line) + "\n")
     packages = " ".join(wanted.packages)
     commands = "".join(f"RUN {command}\n" for command in wanted.commands)
@@ -183,6 +177,22 @@ def _write(
     if num_files > MOST_FILES:
         shutil.rmtree(folder)
         raise DataError(f"the repository has too many files for a task: {num_files}")
+
+
+def _solution(after: Path, written: Sequence[str], target: Path) -> list[str]:
+    """Write the files of the solution; return the commands that bring them to /app.
+
+    A solution is played by one command of bounded length, so many files are packed.
+    """
+    target.mkdir(parents=True)
+    if sum((after / path).stat().st_size for path in written) > _PLAIN_BYTES:
+        with tarfile.open(target / "files.tar.gz", "w:gz") as tar:
+            for path in written:
+                tar.add(after / path, path)
+        return ["python3 -m tarfile -e /solution/files.tar.gz /app"]
+    for path in written:
+        _copy(after / path, target / "files" / path)
+    return ["cp -R /solution/files/. /app/"] if written else []
 
 
 def _test_roots(tests: Sequence[str], after: Path) -> list[str]:
