@@ -143,16 +143,9 @@ ENGINES: dict[str, EngineKind] = {
     "scripted": EngineKind(
         opened=_scripted, abilities=EngineAbilities(has_model=False, weight_syncs=("in-process",))
     ),
-    **{
-        f"fake-sglang-{interrupt}": EngineKind(
-            opened=faked(FakeSGLangServer, SGLangEngine, interrupt), abilities=SGLANG
-        )
-        for interrupt in ("abort", "retract")
-    },
-    **{
-        f"fake-vllm-{interrupt}": EngineKind(
-            opened=faked(FakeVLLMServer, VLLMEngine, interrupt), abilities=VLLM
-        )
-        for interrupt in ("abort", "keep")
-    },
+    # The way that aborts requests: tests/sglang and tests/vllm.
+    "fake-sglang-retract": EngineKind(
+        opened=faked(FakeSGLangServer, SGLangEngine, "retract"), abilities=SGLANG
+    ),
+    "fake-vllm-keep": EngineKind(opened=faked(FakeVLLMServer, VLLMEngine, "keep"), abilities=VLLM),
 }
