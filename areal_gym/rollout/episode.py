@@ -384,7 +384,7 @@ class _RecordedEpisode:
         if session.limit is not None and record.error is None:
             record.stop_reason = session.limit
             raise _EpisodeOver from error
-        if session.error is not None:
+        if session.error is not None and session.error is not error:
             raise session.error from error
 
     def _check_open(self, action: str) -> None:
