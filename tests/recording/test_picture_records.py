@@ -41,7 +41,8 @@ def test_records_without_pictures_are_written_as_before_there_were_any():
     # Messages and spans as areal-gym wrote them at 17bbdf6, which knew no pictures.
     golden = (
         '{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", '
-        '"content": "4"}], "spans": [{"origin": "prompt", "token_ids": {"int32": "BQAAAAYAAAAHAAAACAAAAA=="}, '
+        '"content": "4"}], "spans": [{"origin": "prompt", "token_ids": '
+        '{"int32": "BQAAAAYAAAAHAAAACAAAAA=="}, '
         '"logprobs": null, "policy_version": null, "turn": 0, "branch": 0, "teacher_logprobs": '
         'null}, {"origin": "policy", "token_ids": {"int32": "CQAAAA=="}, "logprobs": {"float32": '
         '"AAAAvw=="}, "policy_version": 0, "turn": 0, "branch": 0, "teacher_logprobs": null}]}'
