@@ -166,6 +166,9 @@ class _PlaceServer:
             if pid != 0:
                 kernel.setns(self._pid_namespace, kernel.NEWPID)
         if pid == 0:
+            kernel.prctl(1, 9)  # PR_SET_PDEATHSIG; until the keeper changes its users
+            for waiting in (ours, *self._mapping.values()):
+                waiting.close()  # so that the server's end is seen by those that wait for it
             self._become_keeper(number, place.settings, control, theirs)
         theirs.close()
         place.pid = pid
