@@ -343,7 +343,7 @@ class Trajectory:
             "policy_versions": self.policy_versions,
             "metrics": dict(self.metrics),
             "seed": self.seed,
-            "turns": [asdict(t) | {"finish_reason": str(t.finish_reason)} for t in self.turns],
+            "turns": list(map(_turn_row, self.turns)),
             "messages": list(self.messages),
             # The spans come last, so that a list of trajectories can be read without them.
             "spans": [_span_row(span, packs_numbers) for span in self.spans],
@@ -365,6 +365,13 @@ class Trajectory:
             messages=tuple(row["messages"]),
             spans=tuple(map(_span, row["spans"])),
         )
+
+
+def _turn_row(turn: Turn) -> dict[str, Any]:
+    row = asdict(turn) | {"finish_reason": str(turn.finish_reason)}
+    if turn.state_key is None:  # as in most environments
+        del row["state_key"]
+    return row
 
 
 def _span_row(span: TokenSpan, packs_numbers: bool) -> dict[str, Any]:

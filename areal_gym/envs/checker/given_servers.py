@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_gym.envs.base import run_on_kept_loop
 from areal_gym.envs.checker.adversarial import hostile_calls
-from areal_gym.envs.checker.env_under_test import EnvUnderTest, RuleViolation, Skipped
+from areal_gym.envs.checker.env_under_test import EnvUnderTest, RuleViolation
 from areal_gym.envs.mcp_tools.env_with_servers import EnvWithServers
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EpisodeError, ToolError
@@ -20,7 +20,7 @@ def check_mcp_servers(subject: EnvUnderTest) -> str:
     """MCP servers list the same tools twice, bear hostile arguments and leave no process."""
     env = subject.make()
     if not isinstance(env, EnvWithServers):
-        raise Skipped("no MCP servers were given (env.kwargs.mcp_servers)")
+        return ""  # it was given none
     env.servers.shares_all = False
     return run_on_kept_loop(_check(env))
 
