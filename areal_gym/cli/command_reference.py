@@ -32,6 +32,7 @@ _VARIABLES = {
     "AREAL_GYM_CACHE": "the directory where small policies are cached [`~/.cache/areal-gym`]",
     "AREAL_GYM_DATA": "a directory of data sets that environments search first",
     "AREAL_GYM_IMAGES": "the directory of pictures by hash; a run sets it for its own processes",
+    "AREAL_GYM_VERIFIERS_PYTHON": "the interpreter that has verifiers, for `--env verifiers:ID`",
     "AREAL_GYM_API_KEY": "the key of `serve`'s APIs, instead of a random one",
     "AREAL_GYM_CONTROL_KEY": "the key of the gateway's control routes",
     "AREAL_GYM_ENV_TOKEN": "the token of `serve-env`, on both sides",
