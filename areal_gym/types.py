@@ -369,9 +369,7 @@ class Trajectory:
 
 def _turn_row(turn: Turn) -> dict[str, Any]:
     row = asdict(turn) | {"finish_reason": str(turn.finish_reason)}
-    if turn.state_key is None:  # as in most environments
-        del row["state_key"]
-    return row
+    return {k: v for k, v in row.items() if k != "state_key" or v is not None}  # most have none
 
 
 def _span_row(span: TokenSpan, packs_numbers: bool) -> dict[str, Any]:
