@@ -10,7 +10,6 @@ Suffixes of ragged arrays name their axis: `_G` trajectories of a group, `_T` to
 from __future__ import annotations
 
 import itertools
-import math
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -33,7 +32,7 @@ from areal_gym.message_types import text_of as text_of
 from areal_gym.utils.frozen_data import content_hash as content_hash
 from areal_gym.utils.frozen_data import freeze as freeze
 from areal_gym.utils.frozen_data import thaw as thaw
-from areal_gym.utils.packed_numbers import Floats, Ints, PackedNumbers, from_packed
+from areal_gym.utils.packed_numbers import Floats, Ints, PackedNumbers, from_packed, json_floats
 
 Origin = Literal["prompt", "policy", "env"]
 
@@ -386,21 +385,12 @@ def _span_row(span: TokenSpan, packs_numbers: bool) -> dict[str, Any]:
 
 
 def _span(row: Mapping[str, Any]) -> TokenSpan:
-    read: dict[str, Any] = {n: _floats(row.get(n)) for n in ("logprobs", "teacher_logprobs")}
+    read: dict[str, Any] = {n: json_floats(row.get(n)) for n in ("logprobs", "teacher_logprobs")}
     if row.get("routed_experts") is not None:
         read["routed_experts"] = RoutedExperts.from_dict(row["routed_experts"])
     if "images" in row:
         read["images"] = tuple(map(ImageRef.from_dict, row["images"]))
     return TokenSpan(**{**row, **read, "token_ids": from_packed(row["token_ids"])})
-
-
-def _floats(value: Any) -> Sequence[float] | None:
-    if value is None:
-        return None
-    # JSON has no NaN: lists hold null in its place.
-    values = from_packed(value)
-    is_packed = isinstance(values, PackedNumbers)
-    return values if is_packed else [math.nan if v is None else v for v in values]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ asks for an array.
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from base64 import b64decode, b64encode
@@ -218,3 +219,12 @@ def _bytes_of(values: Iterable[Any], code: str) -> bytes:
     to_list = getattr(values, "tolist", None)  # arrays, tensors, and packed numbers of other kinds
     numbers = list(values) if to_list is None else to_list()
     return bytes(map(bool, numbers)) if code == "?" else array(code, numbers).tobytes()
+
+
+def json_floats(value: Any) -> Sequence[float] | None:
+    """Return numbers from either form; JSON has no NaN, so that lists hold null in its place."""
+    if value is None:
+        return None
+    values = from_packed(value)
+    is_packed = isinstance(values, PackedNumbers)
+    return values if is_packed else [math.nan if v is None else v for v in values]
