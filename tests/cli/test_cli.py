@@ -144,7 +144,7 @@ def test_source_tree_runs_without_installation(tmp_path):
         (["train"], 2, ["which environment?", "--env tir"]),
         (["train", "--env", "tri"], 2, ["no environment 'tri'", "did you mean 'tir'?"]),
         (["train", "--env", "tir", "trainer.lrr=1"], 2, ["trainer.lrr", "'trainer.lr'"]),
-        (["train", "--env", "tir", "trainer.loss=ppo_clap"], 2, ["did you mean 'ppo_clip'?"]),
+        (["train", "--env", "tir", "trainer.loss=ppo_clap"], 2, ["did you mean 'ppo_clip'"]),
         (["train", "--env", "tir", "rollout.group_size=0"], 2, ["rollout.group_size"]),
         (["train", "--env", "tir", "what"], 2, ["key=value"]),
         (["train", "--env", "tir", "--steps", "-1"], 2, ["steps"]),

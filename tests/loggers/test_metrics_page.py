@@ -47,6 +47,7 @@ ELSEWHERE = {
     # What none of these runs can show: no GPU, no rejected group, no judging that raised; and
     # SGLang's counters.
     "env/judge_errors",
+    "env/forks",  # of programs inside a task's place: tests/agents/test_programs_in_places.py
     "train/mfu",
     "memory/gpu_peak_mb",
     "memory/gpu_reserved_mb",

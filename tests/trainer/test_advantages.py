@@ -284,6 +284,8 @@ def test_every_estimator_refuses_nonfinite_rewards(name, bad):
 
     def inputs(reward, **further):
         rewards = [[1.0, 2.0], [reward, 0.0], [3.0]]
+        if "role_means_G" in keywords:
+            further["role_means_G"] = torch.zeros(3)
         return AdvantageInputs.from_turns(
             rewards, [[1, 1], [1, 2], [1]], [0, 0, 0], **{**critic, **further}
         )

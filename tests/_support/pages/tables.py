@@ -71,6 +71,7 @@ NOT_RUN = (
     (r"sglang", "starts SGLang: tests/sglang"),
     (r"vllm", "starts vLLM: tests/vllm"),
     (r"weight_relay", "serves until it is ended: tests/trainer/test_delta.py"),
+    (r"verifiers:", "needs a Python that has verifiers: tests/envs/test_verifiers.py"),
     (r"mcp-server-", "a server that is no part of this: tests/envs/test_mcp_tools.py"),
     (r"tau2/(airline|retail)|--fixtures|data pull", "tau2-bench's data: tests/envs/tau2"),
     (r"cluster\.address=", "starts a Ray, or joins one: tests/distributed"),
