@@ -125,7 +125,12 @@ SERVED_SGLANG = {
 }
 SERVED_VLLM = {
     "fake": replace(VLLM, weight_syncs=("disk", "distributed", "lora")),
-    "real": replace(VLLM, weight_syncs=("disk", "distributed", "lora"), takes_grammars=True),
+    "real": replace(
+        VLLM,
+        weight_syncs=("disk", "distributed", "lora"),
+        takes_grammars=True,
+        sleeps_without_update=False,  # on CPUs it does not answer after its cache was released
+    ),
 }
 RULES_OF_UPDATES = ("publication", "updates-in-flight", "sleep")
 """The rules that depend on how a publication interrupts generation."""
