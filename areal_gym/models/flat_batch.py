@@ -94,7 +94,7 @@ class VarlenPlan(NamedTuple):
         assert kernel is not None
         # Rotation is in float32 even if autocast computes the rest in bfloat16.
         k_PKD, v_PKD = k_NKD.to(v_NKD.dtype)[self.key_index_P], v_NKD[self.key_index_P]
-        known = inspect.signature(kernel).parameters
+        known = _parameters_of(kernel)
         options: dict[str, Any] = {"enable_gqa": True}
         if "enable_gqa" not in known:  # before torch 2.12: as many heads of keys as of queries
             options = {}
@@ -275,7 +275,7 @@ def fits_kernel(v_NKD: Tensor, softcap: float | None, window: int | None = None)
         and v_NKD.shape[-1] <= _MAX_HEAD_DIM
         and has_varlen_attention(v_NKD.device)
         and (kernel := _kernel()) is not None
-        and (window is None or "window_size" in inspect.signature(kernel).parameters)
+        and (window is None or "window_size" in _parameters_of(kernel))
     )
 
 
@@ -287,3 +287,9 @@ def _kernel() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return varlen_attn
+
+
+@functools.cache
+def _parameters_of(kernel: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a kernel's arguments, which differ between versions of torch."""
+    return frozenset(inspect.signature(kernel).parameters)
