@@ -208,6 +208,25 @@ class Vision:
         return text if self.mark == self.written else text.replace(self.mark, self.written)
 
 
+def banned_ids_of(directory: Path) -> tuple[int, ...]:
+    """Return the ids that no policy of a checkpoint may sample; none if it cannot see.
+
+    Its trainer gives them no probability either.
+    """
+    if not (directory / "config.json").is_file():
+        return ()
+    config = read_json(directory / "config.json")
+    has_processor = any(
+        (directory / name).is_file()
+        for name in ("preprocessor_config.json", "processor_config.json")
+    )
+    if config.get("model_type") not in FAMILIES or not has_processor:
+        return ()
+    image_id = config.get("image_token_id", config.get("image_token_index"))
+    ids = (image_id, config.get("video_token_id"))
+    return tuple(int(id) for id in ids if id is not None)
+
+
 def pictures(messages: Sequence[Message]) -> list[ImagePart]:
     """Return the pictures of messages, in order."""
     return [part for message in messages for part in images_of(message["content"])]

@@ -22,6 +22,8 @@ from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.engines.checkpoint_config import eos_token_ids, vocab_size_of
 from areal_gym.engines.expert_encoding import encode_experts
 from areal_gym.engines.server_requests import GenerateRequest, errors_as_json, read_request
+from areal_gym.engines.servers.server_pictures import PictureReader
+from areal_gym.message_types import ImageRef
 from areal_gym.types import FinishReason, RoutedExperts
 from areal_gym.utils.http_servers.addresses import http_address
 from areal_gym.utils.http_servers.aiohttp_site import Handler, HttpSite, RequestBodyError
@@ -44,9 +46,15 @@ class RunningRequest:
     versions: list[str] = field(default_factory=list)
     """The server's name for the weights that sampled each token."""
     routed_experts: list[RoutedExperts | None] = field(default_factory=list)
+    images: tuple[ImageRef, ...] = ()
     num_retractions: int = 0
     is_aborted: bool = False
     is_parked: bool = False
+
+    @property
+    def given_images(self) -> dict[str, Any]:
+        """The argument `images` of an engine; engines of texts have none."""
+        return {"images": self.images} if self.images else {}
 
     def extend(self, generation: Generation, versions: Iterable[str]) -> None:
         """Append the tokens of `generation`."""
@@ -85,6 +93,7 @@ class EngineServer:
     ) -> None:
         self.engine = engine
         self.model_path = model_path
+        self.pictures = PictureReader(Path(model_path))
         self.num_requests = 0
         """Calls of `/generate`."""
         self._host = host
@@ -209,7 +218,7 @@ class EngineServer:
         if not request.params.max_new_tokens:
             return request.finish_reason(FinishReason.LENGTH)
         generation = await self.engine.generate(
-            request.prompt_ids, request.params, session=request.rid
+            request.prompt_ids, request.params, session=request.rid, **request.given_images
         )
         request.extend(generation, map(str, generation.versions))
         return request.finish_reason(generation.finish_reason)
@@ -244,13 +253,20 @@ class EngineServer:
             raise ValueError(f"{len(prompts)} prompts need as many rids; there are {len(rids)}")
         sampling = {} if body.sampling_params is None else body.sampling_params.given()
         params = self._sampling_params(sampling)
-        for prompt in prompts:
+        if body.image_data and len(prompts) > 1:
+            raise ValueError("this server takes pictures of one prompt at a time")
+        seen = [self.pictures.expanded(prompt, body.image_data or ()) for prompt in prompts]
+        for prompt, _ in seen:
             self._check_length(len(prompt), params.max_new_tokens)
-        return [RunningRequest(*each, params) for each in zip(rids, prompts, strict=True)]
+        return [
+            RunningRequest(rid, prompt, params, images=images)
+            for rid, (prompt, images) in zip(rids, seen, strict=True)
+        ]
 
     def _sampling_params(self, sampling: dict[str, Any]) -> SamplingParams:
         policy = Path(self.model_path)
-        if sampling.get("logit_bias"):
+        biased = set(sampling.get("logit_bias") or ())
+        if biased - set(map(str, self.pictures.banned_ids)):
             size = vocab_size_of(policy)
             ids = f" for tokens of [0, {size - 1}]" if size else ""
             raise ValueError(f"this server has no logit_bias{ids}")

@@ -38,6 +38,7 @@ class Sampling(Request):
     stop_token_ids: list[TokenId] | None = None
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
 
     def given(self) -> dict[str, Any]:
         """Return the fields that the client sent a value for."""
@@ -54,6 +55,7 @@ class GenerateRequest(Request):
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     lora_path: Name | None = None
+    image_data: list[str] | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: Annotated[int, Field(ge=0)] | None = None
 

@@ -121,6 +121,7 @@ class FakeServer(EngineServer):
                 [*request.prompt_ids, *request.token_ids],
                 replace(request.params, max_new_tokens=min(left, self._chunk_tokens)),
                 session=request.rid,
+                **request.given_images,
             )
             request.extend(generation, [version] * len(generation.token_ids))
             if generation.finish_reason is FinishReason.STOP:

@@ -8,6 +8,7 @@ from typing import Any
 
 from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.errors import EngineError
+from areal_gym.message_types import ImageRef, collapsed
 from areal_gym.types import FinishReason, RoutedExperts
 from areal_gym.utils.packed_numbers import Floats, Ints
 
@@ -29,6 +30,15 @@ class TurnRequest:
     """The policy version that the tokens have if the server does not report one."""
     num_layers: int | None
     """Of the policy, for the experts of tokens."""
+    images: tuple[ImageRef, ...] = ()
+    """The pictures of the prompt."""
+    banned_ids: tuple[int, ...] = ()
+    """Ids that are never sampled: placeholders of pictures."""
+
+    @property
+    def wire_ids(self) -> list[int]:
+        """The prompt with one placeholder per picture."""
+        return collapsed(self.prompt_ids, self.images) if self.images else self.prompt_ids
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import ClassVar, Self
 
+from areal_gym.chat.vision import banned_ids_of
 from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Generation, Piece, SamplingParams, WeightServer
 from areal_gym.engines.checkpoint_config import num_layers_of, vocab_size_of
@@ -36,6 +37,7 @@ from areal_gym.engines.servers.server_client import ServerClient, ServerFacts
 from areal_gym.engines.servers.server_pool import ServerState
 from areal_gym.engines.servers.turn_sampler import TurnSampler
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
+from areal_gym.message_types import ImageRef
 
 _STREAM_CHUNK = 16
 """Tokens per piece of a stream; the server's prefix cache makes continuing cheap."""
@@ -114,6 +116,7 @@ class ServerEngine(TurnSampler):
         self.context_hint = f"more fit with a larger engine.max_context, which is {max_context}"
         """What to type for longer sequences."""
         self.takes_grammars = True
+        self.takes_images = bool(banned_ids_of(policy))
         self.take_over = take_over
         self._policy = policy
         self._must_set_aside = is_guest or interrupt == self.in_place
@@ -140,6 +143,7 @@ class ServerEngine(TurnSampler):
             may_set_aside=interrupt == self.in_place,
             follows_adapters=is_guest and has_adapters,
             num_layers=num_layers_of(policy),
+            banned_ids=banned_ids_of(policy),
             grace_s=grace_s,
             interval_s=health_interval_s,
             is_guest=is_guest,
@@ -197,9 +201,14 @@ class ServerEngine(TurnSampler):
     # ---- generation ---------------------------------------------------------------------------
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageRef] = (),
     ) -> Generation:
-        """Sample a continuation; see `Engine.generate`.
+        """Sample a continuation; see `Engine.generate` and `ImageEngine.generate`.
 
         Raises:
             EngineError: the prompt does not fit, or the retry budget is spent.
@@ -211,10 +220,15 @@ class ServerEngine(TurnSampler):
                 f"a prompt of {len(prompt_ids)} tokens; 1 to {self.max_context - 1} fit",
                 hints=[self.context_hint] if prompt_ids else [],
             )
-        return await self._sample(prompt_ids, params, room, session)
+        return await self._sample(prompt_ids, params, room, session, tuple(images))
 
     def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageRef] = (),
     ) -> AsyncGenerator[Piece, None]:
         """Sample in pieces; see `StreamingEngine.stream`.
 
@@ -229,6 +243,7 @@ class ServerEngine(TurnSampler):
             params,
             session=session,
             chunk_tokens=_STREAM_CHUNK if params.grammar is None else self.max_context,
+            images=images,
         )
 
     # ---- publication --------------------------------------------------------------------------

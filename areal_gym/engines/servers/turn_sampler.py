@@ -16,6 +16,7 @@ from areal_gym.engines.servers.replies import Reply, TurnRequest
 from areal_gym.engines.servers.server_client import RefusedError, is_refused
 from areal_gym.engines.servers.server_pool import ServerPool, ServerState
 from areal_gym.errors import EngineError, EngineUnreachableError, GrammarError
+from areal_gym.message_types import ImageRef
 from areal_gym.types import FinishReason
 
 _NOT_RETRIED = frozenset({400, 404, 405, 413, 422})
@@ -35,6 +36,7 @@ class TurnSampler(ServerPool):
         follows_adapters: whether requests name the LoRA adapter of the newest version that a
             server has reported, because another process publishes adapters.
         num_layers: of the policy.
+        banned_ids: ids that are never sampled.
         grace_s, interval_s, is_guest: the pool's.
     """
 
@@ -47,6 +49,7 @@ class TurnSampler(ServerPool):
         may_set_aside: bool,
         follows_adapters: bool,
         num_layers: int | None,
+        banned_ids: tuple[int, ...],
         grace_s: float,
         interval_s: float,
         is_guest: bool,
@@ -59,6 +62,7 @@ class TurnSampler(ServerPool):
         self._follows_adapters = follows_adapters
         self._request_timeout_s = request_timeout_s
         self._num_layers = num_layers
+        self._banned_ids = banned_ids
         self._call_name = uuid.uuid4().hex[:12]
         self._call_numbers = itertools.count()
         self._is_closed = False
@@ -72,7 +76,12 @@ class TurnSampler(ServerPool):
         await super().aclose()
 
     async def _sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, room: int, session: str | None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        room: int,
+        session: str | None,
+        images: tuple[ImageRef, ...] = (),
     ) -> Generation:
         stats = self.stats
         stats.num_calls += 1
@@ -86,7 +95,8 @@ class TurnSampler(ServerPool):
                 budget.failed_server = None
             version = self.policy_version
             try:
-                reply = await self._request(state, [*prompt_ids, *draft.token_ids], params, left)
+                ids = [*prompt_ids, *draft.token_ids]
+                reply = await self._request(state, ids, params, left, images)
                 newest = reply.versions[-1] if reply.versions else version
                 if self._follows_adapters:
                     # A request is sampled by the adapter that it names, to its end.
@@ -195,7 +205,12 @@ class TurnSampler(ServerPool):
         raise EngineError("the engine was closed")
 
     async def _request(
-        self, state: ServerState, prompt_ids: list[int], params: SamplingParams, max_new_tokens: int
+        self,
+        state: ServerState,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        max_new_tokens: int,
+        images: tuple[ImageRef, ...],
     ) -> Reply:
         """Send one request; if the caller is cancelled, abort it on the server."""
         request = TurnRequest(
@@ -206,6 +221,8 @@ class TurnSampler(ServerPool):
             adapter=self._adapter,
             version=self.policy_version,
             num_layers=self._num_layers,
+            images=images,
+            banned_ids=self._banned_ids,
         )
         try:
             with state.request_in_flight():

@@ -19,6 +19,11 @@ from areal_gym.engines.servers.server_client import (
     ServerClient,
     ServerFacts,
 )
+from areal_gym.engines.servers.server_pictures import (
+    image_urls,
+    require_read_whole,
+    without_placeholders,
+)
 from areal_gym.engines.sglang.adapter_limits import require_whole_groups
 from areal_gym.engines.sglang.sglang_replies import experts_request, read_answer, sampling_params
 from areal_gym.errors import EngineError
@@ -92,17 +97,23 @@ class SGLangClient(ServerClient):
         """Sample the next tokens of a turn."""
         body: dict[str, Any] = {
             "rid": request.id,
-            "input_ids": request.prompt_ids,
+            "input_ids": request.wire_ids,
             "sampling_params": sampling_params(
                 request.params, request.max_new_tokens, has_seeds=self._has_seeds
-            ),
+            )
+            | without_placeholders(request.banned_ids),
             "return_logprob": True,
         }
+        if request.images:
+            body["image_data"] = image_urls(request.images)
         if request.adapter is not None:
             body["lora_path"] = request.adapter
         if self._returns_experts:
             body |= experts_request(len(request.prompt_ids))
         answer = await self.post("/generate", body, timeout_s=timeout_s)
+        if request.images:
+            num_read = answer.get("meta_info", {}).get("prompt_tokens")
+            require_read_whole(self.url, num_read, len(request.prompt_ids))
         return read_answer(answer, request.version, request.num_layers)
 
     async def score(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,14 @@ class SamplingBody(Request):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     structured_outputs: dict[str, Any] | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class ImageBody(Request):
+    """A picture of a prompt."""
+
+    type: Literal["image_url"]
+    url: str
 
 
 class GenerateBody(Request):
@@ -29,6 +37,8 @@ class GenerateBody(Request):
 
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
     sampling_params: SamplingBody = SamplingBody()
+    content_parts: list[ImageBody] = Field(default_factory=list)
+    return_token_ids: bool = False
     request_id: Name | None = None
     model: Name | None = None
 

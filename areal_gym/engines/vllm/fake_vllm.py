@@ -193,6 +193,7 @@ class FakeVLLMServer(FakeServer):
             "model": body.model or "policy",
             "choices": [choice],
             "prompt_logprobs": scores,
+            **({"prompt_token_ids": running.prompt_ids} if body.return_token_ids else {}),
         }
 
     def _read_generate(self, body: GenerateBody) -> RunningRequest:
@@ -202,10 +203,16 @@ class FakeVLLMServer(FakeServer):
         size = vocab_size_of(Path(self.model_path))
         if size is not None and max(body.token_ids) >= size:
             raise RequestBodyError(f"Token id {max(body.token_ids)} is out of vocabulary")
-        room = context - len(body.token_ids)
+        try:
+            token_ids, images = self.pictures.expanded(
+                body.token_ids, [part.url for part in body.content_parts]
+            )
+        except ValueError as error:
+            raise RequestBodyError(str(error)) from None
+        room = context - len(token_ids)
         if room < 1:
             raise RequestBodyError(
-                f"The decoder prompt (length {len(body.token_ids)}) plus the number of requested "
+                f"The decoder prompt (length {len(token_ids)}) plus the number of requested "
                 f"output tokens (at least 1) is longer than the maximum model length of {context}."
             )
         ends = [] if sampling.ignore_eos else eos_token_ids(Path(self.model_path))
@@ -218,7 +225,7 @@ class FakeVLLMServer(FakeServer):
             seed=sampling.seed,
         )
         rid = _PREFIX + (body.request_id or uuid.uuid4().hex)
-        return RunningRequest(rid, body.token_ids, params)
+        return RunningRequest(rid, token_ids, params, images=images)
 
     @asynccontextmanager
     async def _sampled_as(self, adapter: str | None) -> AsyncIterator[None]:

@@ -24,6 +24,7 @@ from areal_gym.engines.servers.server_client import (
     ServerClient,
     ServerFacts,
 )
+from areal_gym.engines.servers.server_pictures import require_read_whole
 from areal_gym.engines.vllm.vllm_replies import (
     GENERATE,
     generate_body,
@@ -176,6 +177,9 @@ class VLLMClient(ServerClient):
             if refused.status != _NO_ROUTE or request.adapter is None:
                 raise
             raise await self._without_adapter(refused, request.adapter) from None
+        if request.images:
+            num_read = len(answer.get("prompt_token_ids") or ())
+            require_read_whole(self.url, num_read, len(request.prompt_ids))
         reply = read_answer(answer, request.version)
         if reply.versions and not tells_versions(answer) and self._num_set_aside != num_before:
             raise ConfigError(

@@ -6,6 +6,7 @@ from typing import Any
 
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.servers.replies import Reply, TurnRequest, make_reply, shared_sampling_params
+from areal_gym.engines.servers.server_pictures import image_urls, without_placeholders
 from areal_gym.errors import EngineError
 from areal_gym.utils.packed_numbers import Floats, Ints
 
@@ -18,11 +19,16 @@ def generate_body(request: TurnRequest) -> dict[str, Any]:
     """Return the body of a request for the next tokens of a turn."""
     body: dict[str, Any] = {
         "request_id": request.id,
-        "token_ids": request.prompt_ids,
+        "token_ids": request.wire_ids,
         "sampling_params": sampling_params(
             request.params, request.max_new_tokens, num_before=len(request.prompt_ids)
-        ),
+        )
+        | without_placeholders(request.banned_ids),
     }
+    if request.images:
+        urls = image_urls(request.images)
+        body["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
+        body["return_token_ids"] = True
     if request.adapter is not None:
         body["model"] = request.adapter
     return body

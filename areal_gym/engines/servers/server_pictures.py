@@ -1,0 +1,86 @@
+"""Pictures on the wire: one placeholder and one `data:` URL each, which servers expand themselves.
+
+A prompt that a client expands is refused by some servers, and expanded again by others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from areal_gym.chat.tokenizer import FastTokenizer
+from areal_gym.chat.vision import Vision, banned_ids_of
+from areal_gym.errors import EngineError
+from areal_gym.images import data_url, image_store, read_data_url
+from areal_gym.message_types import ImageRef
+
+_NEVER = -100.0
+"""The bias of a logit that no server samples."""
+
+
+def image_urls(images: Sequence[ImageRef]) -> list[str]:
+    """Return the `data:` URL of each picture; the process's image store has the bytes."""
+    store = image_store()
+    return [data_url(store.read(image.sha256)) for image in images]
+
+
+def without_placeholders(banned_ids: Sequence[int]) -> dict[str, object]:
+    """Return sampling parameters by which no placeholder is sampled, as all servers name them."""
+    return {"logit_bias": {str(id): _NEVER for id in banned_ids}} if banned_ids else {}
+
+
+def require_read_whole(url: str, num_read: object, num_sent: int) -> None:
+    """Raise EngineError unless a server has read as many tokens as the row has.
+
+    It would have seen other pictures than the row, or none.
+    """
+    if num_read != num_sent:
+        raise EngineError(
+            f"{url} read {num_read} tokens of a prompt with pictures that has {num_sent}: it does "
+            "not see them as the policy's own processor does",
+            hints=[
+                "SGLang: --enable-multimodal; it serves Gemma 3 and Llama 4 blind without",
+                "start the server with the policy's own directory",
+            ],
+        )
+
+
+class PictureReader:
+    """Expands the pictures of requests, as servers do; for those that stand in for them."""
+
+    def __init__(self, policy: Path) -> None:
+        self._policy = policy
+
+    @cached_property
+    def _vision(self) -> Vision | None:
+        if not self.banned_ids:
+            return None
+        return Vision.from_checkpoint(self._policy, FastTokenizer(self._policy))
+
+    @cached_property
+    def banned_ids(self) -> tuple[int, ...]:
+        """The ids of placeholders; none of a policy that cannot see."""
+        return banned_ids_of(self._policy)
+
+    def expanded(
+        self, token_ids: Sequence[int], urls: Sequence[str]
+    ) -> tuple[list[int], tuple[ImageRef, ...]]:
+        """Return a prompt with all placeholders, and its pictures, which are put into the store.
+
+        Raises:
+            ValueError: a URL is no picture's, or there are more or fewer than placeholders.
+        """
+        if not urls:
+            return list(token_ids), ()
+        if self._vision is None:
+            raise ValueError("this model cannot see")
+        try:
+            parts = []
+            for url in urls:
+                raw, media_type = read_data_url(url)
+                parts.append(image_store().add(raw, media_type=media_type))
+            rendered = self._vision.expanded(token_ids, parts)
+        except Exception as error:
+            raise ValueError(str(error)) from None
+        return list(rendered.token_ids), rendered.images
