@@ -208,6 +208,12 @@ class Vision:
         return text if self.mark == self.written else text.replace(self.mark, self.written)
 
 
+def has_image_processor(directory: Path) -> bool:
+    """Return whether a checkpoint says how pictures become pixels."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    return any((directory / name).is_file() for name in names)
+
+
 def banned_ids_of(directory: Path) -> tuple[int, ...]:
     """Return the ids that no policy of a checkpoint may sample; none if it cannot see.
 
@@ -216,11 +222,7 @@ def banned_ids_of(directory: Path) -> tuple[int, ...]:
     if not (directory / "config.json").is_file():
         return ()
     config = read_json(directory / "config.json")
-    has_processor = any(
-        (directory / name).is_file()
-        for name in ("preprocessor_config.json", "processor_config.json")
-    )
-    if config.get("model_type") not in FAMILIES or not has_processor:
+    if config.get("model_type") not in FAMILIES or not has_image_processor(directory):
         return ()
     image_id = config.get("image_token_id", config.get("image_token_index"))
     ids = (image_id, config.get("video_token_id"))

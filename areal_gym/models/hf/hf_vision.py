@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, PreTrainedModel
 
-from areal_gym.chat.vision import FAMILIES
+from areal_gym.chat.vision import FAMILIES, has_image_processor
 from areal_gym.errors import ConfigError, TrainError
 from areal_gym.images import image_store
 from areal_gym.images.reading import pillow
@@ -117,7 +117,7 @@ class HFVision:
         """
         if network.config.model_type not in FAMILIES or _tower_of(network) is None:
             return None
-        if not _has_processor(directory):
+        if not has_image_processor(directory):
             return None  # it is trained on texts
         try:
             pillow()
@@ -352,8 +352,3 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
         return module.get_submodule(name)
     except AttributeError:
         return None
-
-
-def _has_processor(directory: Path) -> bool:
-    names = ("preprocessor_config.json", "processor_config.json")
-    return any((directory / name).is_file() for name in names)
