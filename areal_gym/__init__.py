@@ -15,7 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from areal_gym import _gymnasium, _moved, types
+from areal_gym import _gymnasium, _moved
 from areal_gym.version import __version__
 
 if TYPE_CHECKING:
@@ -132,12 +132,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _notebook_html(record: Any) -> str:
-    from areal_gym.report.notebook import html_of
-
-    return html_of(record)
-
-
-types.notebook_formats.append(_notebook_html)
 _gymnasium.register_when_imported()
 _moved.install()

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import itertools
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -37,13 +38,10 @@ from areal_gym.utils.packed_numbers import Floats, Ints, PackedNumbers, from_pac
 Origin = Literal["prompt", "policy", "env"]
 
 
-notebook_formats: list[Callable[[Any], str]] = []
-"""The function that formats a record as HTML; `areal_gym` puts it here when it is imported."""
-
-
 def notebook_html(record: Any) -> str:
     """Return the HTML of a record in a notebook."""
-    return notebook_formats[0](record)
+    # Reports are made of records: only when one is shown may a record ask for them.
+    return str(import_module("areal_gym.report.notebook").html_of(record))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -10,6 +11,10 @@ from hypothesis import settings
 
 # Nothing is fetched, and nobody waits for what is not there to be fetched.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+
+# Modules are compiled once, and not again by each of the many processes that tests start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell that starts us in the background makes us, and all we start, deaf to Ctrl-C, which is
 # what several tests send.

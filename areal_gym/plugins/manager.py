@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from types import ModuleType
@@ -199,14 +200,20 @@ def discover() -> list[Candidate]:
     Built-in plugins are entry points like all others. Only when areal-gym is not installed
     (`PYTHONPATH=. python -m areal_gym`) are they taken from `BUILT_IN`.
     """
+
+    @cache  # reading the metadata takes as long as importing a plugin
+    def named(distribution: metadata.Distribution | None) -> tuple[str, str]:
+        return (distribution.name, distribution.version) if distribution else ("(unknown)", "")
+
     candidates = [
         Candidate(
             name=entry_point.name,
             target=entry_point.value,
-            distribution=entry_point.dist.name if entry_point.dist else "(unknown)",
-            version=entry_point.dist.version if entry_point.dist else "",
+            distribution=name,
+            version=version,
         )
         for entry_point in metadata.entry_points(group=GROUP)
+        for name, version in [named(entry_point.dist)]
     ]
     if not any(candidate.distribution == DISTRIBUTION for candidate in candidates):
         candidates += [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,8 @@ def load_hub(name: str, subset: str | None, split: str | None = None) -> Mapping
     except ImportError:
         raise ConfigError(f"{problem}: it takes the package datasets", hints=_NEEDS_DATA) from None
     try:
-        loaded = datasets.load_dataset(path=name, name=subset, split=split)
+        with _cache_without_hub(name):
+            loaded = datasets.load_dataset(path=name, name=subset, split=split)
     except Exception as error:  # of requests, huggingface_hub, pyarrow, ...
         # The data set was not generated: what says why stands behind that.
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
@@ -167,6 +169,29 @@ def load_hub(name: str, subset: str | None, split: str | None = None) -> Mapping
             hints=hints,
         ) from error
     return loaded if split is None else {split: loaded}
+
+
+@contextlib.contextmanager
+def _cache_without_hub(name: str) -> Iterator[None]:
+    """Let `datasets` use its cache at once if nothing can be reached: its own retries take half a
+    minute."""
+    import datasets
+    from huggingface_hub import HfApi, constants
+
+    try:
+        HfApi().dataset_info(name, timeout=10)
+        is_reached = True
+    except Exception as error:  # network errors are those of whichever package the client uses
+        is_reached = getattr(error, "response", None) is not None
+    switches: list[Any] = [] if is_reached else [datasets.config, constants]
+    before = [module.HF_HUB_OFFLINE for module in switches]
+    try:
+        for module in switches:
+            module.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for module, is_offline in zip(switches, before, strict=True):
+            module.HF_HUB_OFFLINE = is_offline
 
 
 def load_saved(folder: Path) -> Any:

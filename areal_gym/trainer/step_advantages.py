@@ -104,9 +104,9 @@ class StepAdvantages:
             metrics["train/explained_variance"] = 1 - unexplained / max(variance, 1e-12)
         if inputs.state_ids_T is not None:
             metrics["train/anchored_fraction"] = _anchored_fraction(inputs)
-        ids_T = inputs.trajectory_ids_T
-        num_nonzero = len(ids_T[result.advantages_T != 0].unique())
-        metrics["train/zero_advantage"] = 1 - num_nonzero / len(ids_T.unique())
+        ids_T = inputs.trajectory_ids_T  # ascending, so that nothing needs to be sorted
+        num_nonzero = len(ids_T[result.advantages_T != 0].unique_consecutive())
+        metrics["train/zero_advantage"] = 1 - num_nonzero / len(ids_T.unique_consecutive())
         return metrics
 
     def _move_role_means(self, roles: Sequence[str], rewards_G: Tensor) -> Tensor:
