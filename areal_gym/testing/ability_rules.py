@@ -10,6 +10,7 @@ from areal_gym.engines.base import (
     Engine,
     Generation,
     GrammarEngine,
+    ImageEngine,
     LocalEngine,
     RemoteEngine,
     SamplingParams,
@@ -53,6 +54,9 @@ async def check_protocols(case: EngineCase) -> None:
         if able.takes_grammars:
             takes = isinstance(engine, GrammarEngine) and engine.takes_grammars
             require(takes, "takes_grammars is declared, and the engine does not say so")
+        takes = isinstance(engine, ImageEngine) and engine.takes_images
+        which = "is declared, and" if able.takes_images else "is not declared, but"
+        require(takes == able.takes_images, f"takes_images {which} the engine has it as {takes}")
 
 
 async def check_streams(case: EngineCase) -> None:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.errors import ConfigError, EngineError
+from areal_gym.message_types import ImageRef
 from areal_gym.testing.engine_policies import (
+    FIRST_PROMPT,
     EnginePolicies,
     ReferencePolicy,
     log_distributions,
@@ -49,6 +51,8 @@ class EngineAbilities:
     """`StreamingEngine`."""
     takes_grammars: bool = False
     """`GrammarEngine`, and the engine that is opened can use JSON schemas."""
+    takes_images: bool = False
+    """`ImageEngine`, and the engine that is opened has a policy that sees."""
     scores_prompts: bool = False
     """It has `score(token_ids)`: the log-probabilities of the tokens after the first."""
     snapshots: bool = False
@@ -133,9 +137,11 @@ class EngineCase:
     # ---- requests -----------------------------------------------------------------------------
 
     def prompt(self, number: int, num_tokens: int = 24) -> list[int]:
-        """Return random token ids, the same for each number."""
+        """Return random token ids, the same for each number; none stands for a picture."""
         rng = random.Random(number)
-        return [rng.randrange(3, self.policies.vocab_size) for _ in range(num_tokens)]
+        ids = [rng.randrange(3, self.policies.vocab_size) for _ in range(num_tokens)]
+        banned_ids = self.policies.banned_ids
+        return [FIRST_PROMPT[0] if id in banned_ids else id for id in ids]
 
     async def ask(
         self,
@@ -144,12 +150,15 @@ class EngineCase:
         num_tokens: int = 16,
         *,
         session: str | None = None,
+        images: Sequence[ImageRef] = (),
         **params: Any,
     ) -> Generation:
         """Sample one turn and check its form."""
         sampling = SamplingParams(max_new_tokens=num_tokens, **params)
         before = list(prompt)
-        turn = await self.wait(engine.generate(prompt, sampling, session=session), "generate")
+        given: dict[str, Any] = {"images": images} if images else {}
+        call = engine.generate(prompt, sampling, session=session, **given)
+        turn = await self.wait(call, "generate")
         require(list(prompt) == before, "generate changes the prompt that it was given")
         self.check_form(turn, sampling)
         return turn
@@ -162,6 +171,8 @@ class EngineCase:
         require(0 < len(ids) <= params.max_new_tokens, f"{len(ids)} of {params.max_new_tokens}")
         vocabulary = range(self.policies.vocab_size)
         require(all(type(i) is int and i in vocabulary for i in ids), f"no token ids: {ids}")
+        banned = set(ids) & set(self.policies.banned_ids)
+        require(not banned, f"it samples placeholders of pictures: {banned}")
         require(all(type(v) is int for v in turn.versions), f"versions {set(turn.versions)}")
         require(list(turn.versions) == sorted(turn.versions), "the versions of a turn go back")
         require(all(p <= 0 for p in turn.logprobs), "a log-probability is above 0, or not a number")
@@ -190,11 +201,12 @@ class EngineCase:
         where: str,
         temperature: float = 1.0,
         places: range | None = None,
+        images: Sequence[ImageRef] = (),
     ) -> None:
         """Compare log-probabilities with the model's own; a script has none to compare."""
         if not self.abilities.has_model:
             return
-        logits_TV = policy.logits(prompt, turn.token_ids)
+        logits_TV = policy.logits(prompt, turn.token_ids, images)
         logprobs_TV = log_distributions(logits_TV, temperature)
         gap, place = self.worst_gap(logprobs_TV, turn, places or range(len(turn.token_ids)))
         limit = self.abilities.max_logprob_gap

@@ -32,7 +32,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from areal_gym.errors import UsageError, choices
-from areal_gym.testing import ability_rules, sampling_rules, update_rules
+from areal_gym.testing import ability_rules, picture_rules, sampling_rules, update_rules
 from areal_gym.testing.engine_case import EngineAbilities, EngineCase, OpenEngine, require
 from areal_gym.testing.engine_policies import EnginePolicies, tiny_policies
 
@@ -59,6 +59,8 @@ _RULES: dict[str, Callable[[EngineCase], Awaitable[None]]] = {
     "grammars": ability_rules.check_grammars,
     "scores": ability_rules.check_scores,
     "experts": ability_rules.check_experts,
+    "pictures": picture_rules.check_pictures,
+    "picture-updates": picture_rules.check_picture_updates,
     "cancelling": sampling_rules.check_cancelling,
     "publication": update_rules.check_publication,
     "updates-in-flight": update_rules.check_updates_in_flight,

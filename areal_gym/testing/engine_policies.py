@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from areal_gym.chat.vision import banned_ids_of
 from areal_gym.engines.checkpoint_config import eos_token_ids, vocab_size_of
+from areal_gym.images import image_store
+from areal_gym.message_types import ImageRef
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +22,8 @@ if TYPE_CHECKING:
 
 _BOUNDARY = 1e-4
 """Rounding may put a token inside or outside of a nucleus whose edge is this close."""
+_BANNED = -1e4
+"""The logit of ids that no engine may sample; finite, so that an entropy of zero is no NaN."""
 _NUM_GREEDY = 3
 """The place in the greedy answer to `FIRST_PROMPT` at which the tiny policy writes its eos."""
 FIRST_PROMPT = tuple(range(20, 60))
@@ -44,6 +51,11 @@ class EnginePolicies:
     def eos_ids(self) -> Sequence[int]:
         """The token ids with which the model itself ends a text."""
         return eos_token_ids(self.first)
+
+    @property
+    def banned_ids(self) -> Sequence[int]:
+        """The token ids that no engine may sample: placeholders of pictures."""
+        return banned_ids_of(self.first)
 
 
 def tiny_policies(directory: Path, *, max_context: int = 512) -> EnginePolicies:
@@ -103,13 +115,19 @@ def _greedy_tokens(decoder: Decoder, num_tokens: int) -> list[int]:
 
 
 class ReferencePolicy:
-    """A checkpoint as transformers computes it, whole sequences at once, in float32."""
+    """A checkpoint as transformers computes it, whole sequences at once, in float32.
+
+    Placeholders of pictures have no probability.
+    """
 
     def __init__(self, policy: Path) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        self._network = AutoModelForCausalLM.from_pretrained(
+        self._policy = policy
+        self._banned_ids = list(banned_ids_of(policy))
+        make: Any = AutoModelForImageTextToText if self._banned_ids else AutoModelForCausalLM
+        self._network = make.from_pretrained(
             policy, dtype=torch.float32, attn_implementation="eager"
         ).eval()
 
@@ -122,14 +140,39 @@ class ReferencePolicy:
             for name, change in changes.items():
                 parameters[name].add_(change)
 
-    def logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Tensor:
-        """Return the logits from which each of `token_ids` is sampled, [T, V]."""
+    def logits(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], images: Sequence[ImageRef] = ()
+    ) -> Tensor:
+        """Return the logits from which each of `token_ids` is sampled, [T, V].
+
+        `images` are the pictures of the prompt, whose bytes the process's image store has.
+        """
         import torch
 
         ids = torch.tensor([[*prompt_ids, *token_ids]])
+        given = self._pixels(ids, images) if images else {}
         with torch.no_grad():
-            logits: Tensor = self._network(input_ids=ids, use_cache=False).logits[0].double()
+            output = self._network(input_ids=ids, use_cache=False, **given)
+        logits: Tensor = output.logits[0].double()
+        logits[:, self._banned_ids] = _BANNED
         return logits[len(prompt_ids) - 1 : -1]
+
+    def _pixels(self, ids: Tensor, images: Sequence[ImageRef]) -> dict[str, Any]:
+        """Return the arguments by which the network gets pictures."""
+        import torch
+        from PIL import Image
+        from transformers import AutoImageProcessor
+
+        process = AutoImageProcessor.from_pretrained(self._policy, backend="pil")
+        store = image_store()
+        pictures = [Image.open(io.BytesIO(store.read(image.sha256))) for image in images]
+        is_picture = torch.zeros_like(ids)
+        for image in images:
+            is_picture[0, image.start : image.start + image.length] = 1
+        known = inspect.signature(self._network.forward).parameters
+        kinds = {name: is_picture for name in ("mm_token_type_ids", "token_type_ids")}
+        pixels = dict(process(images=pictures, return_tensors="pt"))
+        return {name: value for name, value in (pixels | kinds).items() if name in known}
 
 
 @lru_cache(maxsize=4)

@@ -21,6 +21,7 @@ from areal_gym.testing.engine_contract import (
     OpenEngine,
     tiny_policies,
 )
+from tests._support import tiny_vision
 from tests._support.sglang_servers import count
 from tests._support.tiny_architectures import tiny_config
 
@@ -40,10 +41,21 @@ def policies_of(architecture: str, directory: Path) -> EnginePolicies:
     """Make two checkpoints of an architecture."""
     if architecture == "qwen3":
         return tiny_policies(directory, max_context=CONTEXT)
+    if architecture in tiny_vision.FAMILIES:
+        return seeing_policies(architecture, directory)
     for seed in (0, 1):
         policy = build_policy(tiny_config(architecture, initializer_range=0.15), seed=seed)
         policy.network.save_pretrained(directory / f"policy-{seed}")
     return EnginePolicies(first=directory / "policy-0", second=directory / "policy-1")
+
+
+def seeing_policies(family: str, directory: Path) -> EnginePolicies:
+    """Make two vision-language models; vLLM's kernels for CPUs want heads of 32."""
+    policies = [directory / f"policy-{seed}" for seed in (0, 1)]
+    for seed, policy in enumerate(policies):
+        config = tiny_vision.save_files(family, policy, width=128, heads=4)
+        tiny_vision.model(family, config, seed=seed).save_pretrained(policy)
+    return EnginePolicies(first=policies[0], second=policies[1])
 
 
 @asynccontextmanager
@@ -134,8 +146,28 @@ SERVED_VLLM = {
 }
 RULES_OF_UPDATES = ("publication", "updates-in-flight", "sleep")
 """The rules that depend on how a publication interrupts generation."""
+RULES_OF_PICTURES = ("protocols", "pictures", "picture-updates")
+"""The rules that are different for policies that see."""
 RULES_OF_WORKERS = ("logprobs", *RULES_OF_UPDATES)
 """The rules that depend on how many workers share a server's model."""
+SEEING = replace(EMBEDDED, takes_images=True)
+SEEING_ENGINES: dict[str, EngineKind] = {
+    **{
+        f"embedded-{family}": EngineKind(opened=embedded(), abilities=SEEING, architecture=family)
+        for family in tiny_vision.FAMILIES
+    },
+    "fake-sglang": EngineKind(
+        opened=faked(FakeSGLangServer, SGLangEngine, "abort"),
+        abilities=replace(SGLANG, takes_images=True, weight_syncs=("disk", "tensor")),
+        architecture="qwen3_vl",
+    ),
+    "fake-vllm": EngineKind(
+        opened=faked(FakeVLLMServer, VLLMEngine, "abort"),
+        abilities=replace(VLLM, takes_images=True, weight_syncs=("disk",)),
+        architecture="qwen3_vl",
+    ),
+}
+"""Engines of policies that see."""
 
 ENGINES: dict[str, EngineKind] = {
     "embedded": EngineKind(opened=embedded(), abilities=EMBEDDED),

@@ -7,7 +7,9 @@ need packages that exist for CUDA only. They are replaced before SGLang is impor
 
     sgl_kernel    its `*_cpu` functions are looked up at import; one of them is also called, for
                   the bookkeeping of speculative decoding, which is off here
-    torchvision   asked for by multimodal configurations; text models never call it
+    torch.ops.sgl_kernel    its operators, which modules of vision-language models look up at import
+    torchvision   asked for by multimodal configurations; text models never call it, and for
+                  pictures it must be installed
 
 SGLang spawns its workers, which import this file again: the replacements must stand at top level.
 """
@@ -21,6 +23,7 @@ import types
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # else it starts CUDA kernels on the CPU
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin take the processor from others
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # or the first pictures wait for a compiler
 
 import torch
 
@@ -75,6 +78,19 @@ class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+class AbsentOperators:
+    """Operators that can be looked up, and that say that they are absent."""
+
+    def __getattr__(self, name):
+        if not name.endswith("_cpu"):
+            raise AttributeError(name)
+
+        def absent(*args, **kwargs):
+            raise NotImplementedError(f"torch.ops.sgl_kernel.{name} has no build here")
+
+        return absent
+
+
 def replace_absent_packages():
     if importlib.util.find_spec("torchvision") is None:
         # transformers must have decided that there is none before the replacement appears.
@@ -84,6 +100,7 @@ def replace_absent_packages():
         sys.meta_path.append(AbsentFinder("torchvision"))
     if importlib.util.find_spec("sgl_kernel") is None:
         sys.meta_path.append(AbsentFinder("sgl_kernel"))
+        torch.ops.sgl_kernel = AbsentOperators()
 
 
 def allocate_without_pinning():

@@ -9,7 +9,12 @@ from __future__ import annotations
 import pytest
 
 from areal_gym.testing.engine_contract import ENGINE_RULES, check_engine
-from tests._support.engines_under_test import ENGINES, policies_of
+from tests._support.engines_under_test import (
+    ENGINES,
+    RULES_OF_PICTURES,
+    SEEING_ENGINES,
+    policies_of,
+)
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +35,11 @@ def policies(tmp_path_factory):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engine_keeps_the_contract(engine, rule, policies):
     kind = ENGINES[engine]
+    check_engine(rule, kind.opened, policies(kind.architecture), kind.abilities)
+
+
+@pytest.mark.parametrize("rule", RULES_OF_PICTURES)
+@pytest.mark.parametrize("engine", SEEING_ENGINES)
+def test_engine_of_a_policy_that_sees_keeps_the_contract(engine, rule, policies):
+    kind = SEEING_ENGINES[engine]
     check_engine(rule, kind.opened, policies(kind.architecture), kind.abilities)

@@ -12,9 +12,10 @@ import pytest
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.errors import EngineError, UsageError
+from areal_gym.models.hf.hf_loading import load_policy
 from areal_gym.testing.engine_contract import EngineAbilities, check_engine, tiny_policies
 from areal_gym.types import FinishReason
-from tests._support.engines_under_test import EMBEDDED, started
+from tests._support.engines_under_test import EMBEDDED, SEEING, policies_of, started
 from tests._support.sglang_servers import count
 
 
@@ -228,6 +229,56 @@ class Leaking(EmbeddedEngine):
         await super().aclose()
 
 
+class Blind(EmbeddedEngine):
+    """It reads placeholders, and no pictures."""
+
+    async def generate(self, prompt_ids, params, *, session=None, images=()):
+        return await super().generate(prompt_ids, params, session=session)
+
+
+class ComparesIds(EmbeddedEngine):
+    """It takes rows of equal ids for equal, whatever their pictures are."""
+
+    async def generate(self, prompt_ids, params, *, session=None, images=()):
+        first = self.__dict__.setdefault("first", {}).setdefault(tuple(prompt_ids), images)
+        return await super().generate(prompt_ids, params, session=session, images=first)
+
+
+class SamplesPlaceholders(EmbeddedEngine):
+    """Its turns end with the id that stands for pictures."""
+
+    async def generate(self, prompt_ids, params, *, session=None, images=()):
+        turn = await super().generate(prompt_ids, params, session=session, images=images)
+        if images:
+            turn.token_ids = [*turn.token_ids[:-1], prompt_ids[images[0].start]]
+        return turn
+
+
+class StaleTower(EmbeddedEngine):
+    """It keeps what the first weights have seen in pictures."""
+
+    @classmethod
+    def from_checkpoint(cls, policy, **options):
+        engine = super().from_checkpoint(policy, **options)
+        published = load_policy(policy).published()
+        engine.tower = {name: tensor for name, tensor in published if ".visual." in name}
+        assert engine.tower
+        return engine
+
+    async def publish(self, weights, version):
+        await super().publish((dict(weights) | self.tower).items(), version)
+
+
+class AcceptsShortRows(EmbeddedEngine):
+    """It reads the first picture as the row has it, and answers whatever its length is."""
+
+    async def generate(self, prompt_ids, params, *, session=None, images=()):
+        try:
+            return await super().generate(prompt_ids, params, session=session, images=images)
+        except EngineError:
+            return await super().generate(prompt_ids, params, session=session)
+
+
 LEAK = threading.Event()
 
 
@@ -267,6 +318,18 @@ FAULTS = [
     (Careless, "refused-weights", "is not refused"),
     (Leaking, "closing", "aclose leaves threads: left"),
 ]
+FAULTS_OF_PICTURES = [
+    (Blind, "pictures", "off the model's own"),
+    (ComparesIds, "pictures", "off the model's own"),
+    (SamplesPlaceholders, "pictures", "it samples placeholders of pictures"),
+    (AcceptsShortRows, "pictures", "a row with one placeholder fewer .* is not refused"),
+    (StaleTower, "picture-updates", "seen before a publication by in-process: .* off"),
+]
+
+
+@pytest.fixture(scope="module")
+def seeing_policies(tmp_path_factory):
+    return policies_of("qwen3_vl", tmp_path_factory.mktemp("seeing"))
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +354,31 @@ def test_fault_is_found(engine_class, rule, told, policies):
             check_engine(rule, opened, policies, EMBEDDED, patience_s=patience_s)
     finally:
         LEAK.set()
+
+
+@pytest.mark.parametrize(
+    ("engine_class", "rule", "message"),
+    FAULTS_OF_PICTURES,
+    ids=[engine_class.__name__ for engine_class, *_ in FAULTS_OF_PICTURES],
+)
+def test_fault_with_pictures_is_detected(engine_class, rule, message, seeing_policies):
+    def opened(policy):
+        return started(engine_class.from_checkpoint(policy, max_context=256, num_slots=24))
+
+    with pytest.raises(AssertionError, match=f"^{rule}: .*({message})"):
+        check_engine(rule, opened, seeing_policies, SEEING)
+
+
+@pytest.mark.parametrize("takes_images", [False, True])
+def test_declared_pictures_are_compared_with_the_engine(takes_images, policies, seeing_policies):
+    def opened(policy):
+        return started(EmbeddedEngine.from_checkpoint(policy, max_context=256, num_slots=4))
+
+    abilities = replace(EMBEDDED, takes_images=takes_images)
+    with pytest.raises(
+        AssertionError, match=f"takes_images .* the engine has it as {not takes_images}"
+    ):
+        check_engine("protocols", opened, policies if takes_images else seeing_policies, abilities)
 
 
 def test_errors_need_a_text(policies):
