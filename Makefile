@@ -48,15 +48,15 @@ test-transformers: install
 	tests/models/try_transformers.sh $(VERSION)
 
 test-sglang: install sglang
-	AREAL_GYM_SGLANG_VENV=$(AREAL_GYM_SGLANG_VENV) $(BIN)/pytest tests/sglang
+	AREAL_GYM_LONG_TESTS=1 AREAL_GYM_SGLANG_VENV=$(AREAL_GYM_SGLANG_VENV) $(BIN)/pytest tests/sglang
 
 test-vllm: install vllm
-	AREAL_GYM_VLLM_VENV=$(AREAL_GYM_VLLM_VENV) $(BIN)/pytest tests/vllm
+	AREAL_GYM_LONG_TESTS=1 AREAL_GYM_VLLM_VENV=$(AREAL_GYM_VLLM_VENV) $(BIN)/pytest tests/vllm
 
 # As root on Debian: installs an engine where there is none, and ends it afterwards.
 test-docker: install
 	tests/sandbox/engine/start_engine.sh $(CURDIR)/.docker-engine.pid
-	$(BIN)/pytest tests/sandbox/test_docker.py tests/sandbox/test_containment.py -k "docker or containers"; \
+	AREAL_GYM_LONG_TESTS=1 $(BIN)/pytest tests/sandbox/test_docker.py tests/sandbox/test_containment.py -k "docker or containers"; \
 	  status=$$?; tests/sandbox/engine/stop_engine.sh $(CURDIR)/.docker-engine.pid; exit $$status
 
 sglang: $(AREAL_GYM_SGLANG_VENV)/installed

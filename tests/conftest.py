@@ -9,6 +9,8 @@ import tempfile
 import pytest
 from hypothesis import settings
 
+from tests._support.long_tests import skip_long
+
 # Nothing is fetched, and nobody waits for what is not there to be fetched.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
@@ -105,5 +107,5 @@ def tiny_policy(tmp_path_factory):
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("long") and not os.environ.get("AREAL_GYM_LONG_TESTS"):
-        pytest.skip("long, and a shorter sibling runs: AREAL_GYM_LONG_TESTS=1")
+    if item.get_closest_marker("long"):
+        skip_long()

@@ -22,6 +22,17 @@ def parts_of(out):
 
 
 @pytest.mark.slow
+def test_parts_are_measured_beside_their_plan(tmp_path):
+    done = gpu_hour_of(tmp_path, "--toy", "--parts", "parity-embedded,step-4k")
+    assert done.returncode == 0, done.stderr
+    parts = parts_of(tmp_path)
+    rows = {row["figure"]: row for part in parts.values() for row in part["rows"]}
+    assert rows["log-probability gap, largest"]["measured"] < 1e-4
+    assert rows["tokens per second"]["measured"] > 0
+    assert rows["tokens per second"]["plan"] > 0
+
+
+@pytest.mark.long
 def test_every_part_runs_at_toy_size(tmp_path):
     done = gpu_hour_of(tmp_path, "--toy")
     assert done.returncode == 0, done.stderr

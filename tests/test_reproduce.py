@@ -13,7 +13,13 @@ from tests._support.virtual_time import VirtualLoop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["staleness", "router_noise", "distillation"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "staleness",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("router_noise", "distillation")),
+    ],
+)
 def test_a_table_is_made_at_toy_size(name, tmp_path):
     kept, picture = tmp_path / "runs.jsonl", tmp_path / "picture.svg"
     command = [sys.executable, str(ROOT / "benchmarks" / "reproduce" / f"{name}.py"), "--quick"]

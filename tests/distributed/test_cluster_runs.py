@@ -82,6 +82,7 @@ def test_ray_ranks_train_what_local_ranks_train(tiny_policy, tmp_path):
     assert replay(load_config(run.config_file), run.path).max_difference < 1e-5
 
 
+@pytest.mark.long
 def test_dpo_on_ray_ranks(tiny_policy, tmp_path):
     """One of two is killed in mid-run; the policy is that of one process."""
     rows = [{"prompt": f"Say {i}.", "chosen": f"{i}", "rejected": "no"} for i in range(40)]
@@ -111,8 +112,10 @@ LORA = ["trainer.weight_sync=lora", "trainer.lora.rank=4", "trainer.lr=3e-3"]
 
 @pytest.mark.parametrize(
     ("sync", "killed"),
-    [([], [FAKE]), (LORA, [FAKE, "ray::_WorkerActor"])],
-    ids=["weights", "adapters"],
+    [
+        pytest.param([], [FAKE], id="weights", marks=pytest.mark.long),
+        pytest.param(LORA, [FAKE, "ray::_WorkerActor"], id="adapters"),
+    ],
 )
 def test_ray_servers_and_workers_are_restarted(tiny_policy, tmp_path, sync, killed):
     """Everything at once: servers, a worker and a rank; some are killed in mid-run."""

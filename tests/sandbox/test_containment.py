@@ -117,6 +117,10 @@ def assert_contained(report: dict[str, Any], num_least: int) -> None:
 
 
 BOTH_SUITES = pytest.mark.parametrize(("suite", "least"), [("shared", 91), ("built-in", 170)])
+BUILT_IN = pytest.mark.parametrize(
+    ("suite", "least"),
+    [pytest.param("shared", 91, marks=pytest.mark.long), ("built-in", 170)],
+)
 
 
 @pytest.mark.slow
@@ -126,7 +130,7 @@ def test_attack_suite_is_contained(suite, least):
 
 
 @pytest.mark.slow
-@BOTH_SUITES
+@BUILT_IN
 def test_attack_suite_is_contained_without_namespaces(suite, least):
     report = attack(*snippets(suite), "--json", "--without", "namespaces")
     assert report["level"] != "isolated"
@@ -134,7 +138,7 @@ def test_attack_suite_is_contained_without_namespaces(suite, least):
 
 
 @pytest.mark.slow
-@BOTH_SUITES
+@BUILT_IN
 def test_attack_suite_is_contained_as_ordinary_user(suite, least):
     assert_contained(attack(*snippets(suite), "--json", uid=NOBODY), least)
 
@@ -147,7 +151,7 @@ def test_attack_suite_is_contained_as_ordinary_user_without_namespaces():
 
 
 @pytest.mark.slow
-@BOTH_SUITES
+@BUILT_IN
 def test_attack_suite_is_contained_in_containers(docker_image, suite, least):
     report = attack(*snippets(suite), "--json", "--backend", "docker", "--image", docker_image)
     assert report["level"] == "isolated"

@@ -11,12 +11,14 @@ from areal_gym.config import load_config
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.replay import replay
 from areal_gym.runs.train import train
+from tests._support.long_tests import skip_long_if_real
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("has_adapters", [False, True])
 def test_run_over_servers_placed_by_ray(kind, policies, tmp_path, has_adapters):
+    skip_long_if_real(kind)
     require_retract(kind)
     # Servers take half a minute to start: one kind of publication each, and adapters.
     settings = ["trainer.weight_sync=" + {"fake": "tensor", "real": "disk"}[kind]]

@@ -20,6 +20,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.run_display import Display
 from areal_gym.runs.train import train
 from tests._support import ending_env
+from tests._support.long_tests import skip_long_if_real
 from tests._support.sglang_suite import PROMPT, trainer_logprobs
 
 BATCH, SIZE, STEPS, HIT = 8, 4, 5, 3
@@ -158,6 +159,7 @@ def check_hit_batch(values):
 
 @pytest.mark.slow
 def test_outage_of_the_only_server_does_not_bias_batches(kind, ending_policy, ending, tmp_path):
+    skip_long_if_real(kind)
     outage = Outage(kind, ending_policy, tmp_path)
     # Four held-out answers before the first step, sampled and greedy, are not of any batch.
     outage.die_at = 2 * 4 + (HIT - 1) * BATCH * SIZE + SHORT

@@ -13,6 +13,7 @@ from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.trainer.weight_sync.base import update_session
 from areal_gym.trainer.weight_sync.flat_buckets import flat_buckets
 from areal_gym.trainer.weight_sync.pickled_buckets import encoded
+from tests._support.long_tests import skip_long_if_real
 from tests._support.sglang_suite import (
     PROMPT,
     TOLERANCE,
@@ -199,6 +200,7 @@ def _params():
 
 def test_weights_of_another_shape_are_never_served(kind, policies, tmp_path):
     """The real server does not survive such weights, so this test starts its own server."""
+    skip_long_if_real(kind)
     config = DecoderConfig(
         vocab_size=64,
         hidden_size=32,

@@ -16,6 +16,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.replay import replay
 from areal_gym.runs.train import train
 from areal_gym.trainer.weight_sync.disk import DiskWeightSync
+from tests._support.long_tests import skip_long_if_real
 from tests._support.sglang_suite import TOLERANCE, ask, engine_over, logprob_gap, turns_in_flight
 
 SMALL = [
@@ -143,6 +144,7 @@ def test_error_after_the_last_server_dies_has_the_start_command(spare, policies)
 
 
 def test_killed_launched_server_is_restarted(kind, policies, tmp_path):
+    skip_long_if_real(kind)
     command, arguments = command_of(kind)
     others = set(servers_below())  # the one that the other tests share
 

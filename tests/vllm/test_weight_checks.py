@@ -12,6 +12,7 @@ from areal_gym.engines.base import ReferenceScores
 from areal_gym.engines.servers.launch import LaunchedServer
 from areal_gym.engines.vllm import VLLMEngine
 from areal_gym.errors import EngineError
+from tests._support.long_tests import skip_long_if_real
 from tests._support.sglang_suite import (
     PROMPT,
     TOLERANCE,
@@ -113,6 +114,8 @@ def test_changes_are_sent_by_a_relay(server, policies, decoders, tmp_path):
 def test_killed_server_is_restarted_with_the_newest_weights(
     kind, server, policies, decoders, tmp_path
 ):
+    skip_long_if_real(kind)
+
     async def play():
         own = LaunchedServer(
             policies[0],
