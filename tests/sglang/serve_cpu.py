@@ -20,6 +20,14 @@ import importlib.util
 import os
 import sys
 import types
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "_support" / "cpu_torchvision"))
+
+from every_process import begin_again
+
+if __name__ == "__main__":
+    begin_again()
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # else it starts CUDA kernels on the CPU
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin take the processor from others

@@ -4,11 +4,11 @@ import asyncio
 import shutil
 
 import pytest
-from conftest import NEEDS_REAL, running_server
 
 from areal_gym.config import LoraConfig, PluginConfig
 from areal_gym.models.hf.hf_loading import build_policy
 from areal_gym.trainer.weight_sync import make_weight_sync
+from tests._support.sglang_processes import NEEDS_REAL, running_server
 from tests._support.sglang_suite import TOLERANCE, ask, engine_over, logprob_gap
 from tests._support.tiny_architectures import tiny_config
 

@@ -4,7 +4,6 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'areal-gym[ray]'")
 
-from conftest import LORA, command_of, require_retract
 from test_runs import config_of
 
 from areal_gym.config import load_config
@@ -12,6 +11,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.replay import replay
 from areal_gym.runs.train import train
 from tests._support.long_tests import skip_long_if_real
+from tests._support.sglang_processes import LORA, command_of, require_retract
 
 pytestmark = pytest.mark.slow
 

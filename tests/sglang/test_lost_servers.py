@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from conftest import CONTEXT, running_server
 
 from areal_gym.config import load_config
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
@@ -21,6 +20,8 @@ from areal_gym.runs.run_display import Display
 from areal_gym.runs.train import train
 from tests._support import ending_env
 from tests._support.long_tests import skip_long_if_real
+from tests._support.server_processes import SERVED_CONTEXT
+from tests._support.sglang_processes import running_server
 from tests._support.sglang_suite import PROMPT, trainer_logprobs
 
 BATCH, SIZE, STEPS, HIT = 8, 4, 5, 3
@@ -43,7 +44,7 @@ def ending_policy(policies, tmp_path_factory):
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=SERVED_CONTEXT,
         tie_word_embeddings=False,
         eos_token_id=known["eos_token_id"],
         pad_token_id=known["pad_token_id"],

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import torch
-from conftest import running_server
 
 from areal_gym.errors import EngineError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
@@ -14,6 +13,7 @@ from areal_gym.trainer.weight_sync.base import update_session
 from areal_gym.trainer.weight_sync.flat_buckets import flat_buckets
 from areal_gym.trainer.weight_sync.pickled_buckets import encoded
 from tests._support.long_tests import skip_long_if_real
+from tests._support.sglang_processes import running_server
 from tests._support.sglang_suite import (
     PROMPT,
     TOLERANCE,

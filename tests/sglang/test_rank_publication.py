@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import running_server
 
 from areal_gym.config import TrainerConfig
 from areal_gym.engines.servers.fake_tensors import read_weights
@@ -26,6 +25,7 @@ from areal_gym.trainer.weight_sync.disk import WriteFiles
 from areal_gym.trainer.weight_sync.rank_tasks import TrainerWeights
 from areal_gym.trainer.weight_sync.tensor import _Post, _Routes
 from tests._support.engines_under_test import RULES_OF_WORKERS, SERVED_SGLANG, served
+from tests._support.sglang_processes import running_server
 from tests._support.sglang_suite import ask, checksums, engine_over, sync_of
 from tests._support.tiny_training import batch
 

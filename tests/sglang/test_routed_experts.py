@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from conftest import running_server
 
 from areal_gym.config import load_config
 from areal_gym.engines.base import SamplingParams
@@ -20,6 +19,7 @@ from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.types import RoutedExperts
 from tests._support.routed import own_experts
+from tests._support.sglang_processes import running_server
 from tests._support.sglang_suite import PROMPT, TOLERANCE, ask, engine_over, logprob_gap
 from tests._support.tiny_architectures import tiny_config
 

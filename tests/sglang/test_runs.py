@@ -7,7 +7,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from conftest import NEEDS_REAL, command_of, require_retract
 
 from areal_gym.config import load_config
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
@@ -17,6 +16,7 @@ from areal_gym.runs.replay import replay
 from areal_gym.runs.train import train
 from areal_gym.trainer.weight_sync.disk import DiskWeightSync
 from tests._support.long_tests import skip_long_if_real
+from tests._support.sglang_processes import NEEDS_REAL, command_of, require_retract
 from tests._support.sglang_suite import TOLERANCE, ask, engine_over, logprob_gap, turns_in_flight
 
 SMALL = [

@@ -3,12 +3,12 @@
 import asyncio
 
 import pytest
-from conftest import require_retract
 from test_runs import config_of
 
 from areal_gym.engines.sglang.sglang_client import SGLangClient
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
+from tests._support.sglang_processes import require_retract
 from tests._support.sglang_suite import (
     TOLERANCE,
     ask,

@@ -6,6 +6,7 @@
 * The first request with log-probabilities would compile a kernel for most of a minute.
 * vLLM binds a core to every worker and keeps one for itself: not on two shared cores.
 * Without a limit, its cache takes a large part of the memory.
+* torchvision, which vision-language models need, is one for CUDA (see `cpu_torchvision`).
 
 vLLM spawns its workers, which import this file again: the replacement must stand at top level.
 """
@@ -13,6 +14,14 @@ vLLM spawns its workers, which import this file again: the replacement must stan
 import importlib.metadata as metadata
 import os
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "_support" / "cpu_torchvision"))
+
+from every_process import begin_again
+
+if __name__ == "__main__":
+    begin_again()
 
 VARIABLES = {
     "VLLM_TARGET_DEVICE": "cpu",

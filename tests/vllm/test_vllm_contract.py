@@ -4,16 +4,19 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from conftest import NEEDS_REAL, running_server
 
 from areal_gym.engines.vllm import VLLMEngine
 from areal_gym.testing.engine_contract import ENGINE_RULES, EnginePolicies, check_engine
 from tests._support.engines_under_test import (
+    RULES_OF_PICTURES,
     RULES_OF_UPDATES,
     RULES_OF_WORKERS,
     SERVED_VLLM,
+    policies_of,
     served,
 )
+from tests._support.server_processes import require_torchvision
+from tests._support.vllm_processes import NEEDS_REAL, VENV, running_server
 
 CASES = [(rule, "abort") for rule in ENGINE_RULES]
 CASES += [(rule, "keep") for rule in RULES_OF_UPDATES]
@@ -24,6 +27,18 @@ def test_vllm_keeps_the_contract(kind, server, policies, rule, interrupt):
     opened = served(VLLMEngine, server, interrupt)
     pair = EnginePolicies(first=policies[0], second=policies[1])
     check_engine(rule, opened, pair, SERVED_VLLM[kind])
+
+
+@NEEDS_REAL
+@pytest.mark.slow
+def test_real_vllm_with_pictures_keeps_the_contract(tmp_path):
+    require_torchvision(VENV)
+    pair = policies_of("qwen3_vl", tmp_path)
+    abilities = replace(SERVED_VLLM["real"], takes_images=True)
+    with running_server("real", pair.first, tmp_path / "log") as url:
+        for rule in RULES_OF_PICTURES:
+            check_engine(rule, served(VLLMEngine, url), pair, abilities)
+        check_engine("picture-updates", served(VLLMEngine, url, "keep"), pair, abilities)
 
 
 @NEEDS_REAL

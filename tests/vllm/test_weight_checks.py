@@ -5,7 +5,6 @@ import os
 import signal
 
 import pytest
-from conftest import FAKE, LIMITS, NEEDS_REAL, START_S, real_command
 from test_served_policy import engine_over, sync_of
 
 from areal_gym.engines.base import ReferenceScores
@@ -21,6 +20,7 @@ from tests._support.sglang_suite import (
     logprob_gap,
     trainer_logprobs,
 )
+from tests._support.vllm_processes import FAKE, LIMITS, NEEDS_REAL, START_S, real_command
 
 
 def reference_of(decoder, version):
