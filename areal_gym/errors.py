@@ -12,7 +12,7 @@
     |   +-- FailureBudgetError
     +-- EpisodeError (RuntimeError)         one episode failed: data, not a crash; never a reward
         +-- EnvError
-        |   +-- EnvUnreachableError (ConnectionError), RewardError
+        |   +-- EnvUnreachableError (ConnectionError), RewardError, TaskError
         +-- EngineError
         |   +-- EngineUnreachableError (ConnectionError), GrammarError
         +-- SandboxError
@@ -144,6 +144,12 @@ class RewardError(EnvError):
     """A reward is not finite: the group of the episode is not trained on."""
 
     boundary = "reward"
+
+
+class TaskError(EnvError):
+    """The task's own verifier gave no reward: a task that repeats it is dropped from the run."""
+
+    boundary = "task"
 
 
 class AgentError(EpisodeError):

@@ -94,6 +94,7 @@ class StopReason(StrEnum):
     TRUNCATED = "truncated"  # another limit of the environment
     ENV_ERROR = "env_error"
     REWARD_ERROR = "reward_error"  # not finite; not repeated, which would select by reward
+    TASK_ERROR = "task_error"  # its verifier gave no reward; a task that repeats it is dropped
     AGENT_ERROR = "agent_error"
     ENGINE_ERROR = "engine_error"
     SANDBOX_ERROR = "sandbox_error"

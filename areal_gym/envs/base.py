@@ -125,9 +125,7 @@ class TextEnv(gymnasium.Env[str, str]):
         raise NotImplementedError(f"{type(self).__name__}.respond")
 
     async def conclude(self) -> Response | None:
-        """Grade the episode as it stands: a limit outside of the environment (a full context, the
-        end of a program) ends it. None: the turns have earned all there is.
-        """
+        """Grade the episode as it stands, which a limit outside ends; None: nothing is left."""
         return None
 
     async def program_place(self) -> ProgramPlace | None:
@@ -136,6 +134,9 @@ class TextEnv(gymnasium.Env[str, str]):
 
     async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
         """Await resources for the next episode, before anything else; rarely overridden."""
+
+    async def before_run(self, on_progress: Callable[[int, int], None]) -> None:
+        """Make what all episodes share, such as images; `on_progress` gets (done, total)."""
 
     @property
     def prepares(self) -> bool:
@@ -390,9 +391,8 @@ class TextEnv(gymnasium.Env[str, str]):
         return f"<{type(self).__name__}: {task}, turn {self.num_turns} of {self.max_turns}{over}>"
 
     def _repr_html_(self) -> str:
-        tools = ", ".join(tool.name for tool in self.tools)
-        facts = {"tools": short(tools, 200)} if tools else {}
-        return block(repr(self)[1:-1], pairs(facts), dialogue(self._messages))
+        tools = short(", ".join(tool.name for tool in self.tools), 200)
+        return block(repr(self)[1:-1], pairs({"tools": tools}), dialogue(self._messages))
 
     @final
     def render(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -127,6 +127,11 @@ class MixedEnv(TextEnv):
     async def program_place(self) -> ProgramPlace | None:
         """Return where programs play the task's environment."""
         return await self.playing.program_place()
+
+    async def before_run(self, on_progress: Callable[[int, int], None]) -> None:
+        """Make what the episodes of each environment share."""
+        for env in self._envs.values():
+            await env.before_run(on_progress)
 
     async def aclose(self) -> None:
         """Release what the environments hold."""

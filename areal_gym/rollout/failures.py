@@ -36,6 +36,7 @@ _HINTS = {
     "or areal-gym check --data DATA --reward REWARD",
     StopReason.REWARD_ERROR: "rewards are finite numbers: look at what the environment, or "
     "your reward function, returns",
+    StopReason.TASK_ERROR: "look for the cause with: areal-gym check ENV",
     StopReason.AGENT_ERROR: "play one episode by itself: areal-gym eval --env ENV eval.num_tasks=1",
     StopReason.ENGINE_ERROR: "is the engine alive, and the model the right one?",
     StopReason.SANDBOX_ERROR: "see which sandboxes there are: areal-gym list sandboxes",

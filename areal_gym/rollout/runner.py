@@ -25,6 +25,7 @@ from areal_gym.config import RolloutConfig
 from areal_gym.envs.task_drawing import draw_task
 from areal_gym.errors import EpisodeError, InfrastructureError
 from areal_gym.recording import derive_seed, stop_reason_of
+from areal_gym.rollout.broken_tasks import BrokenTasks
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.episode_runners import (
     EnvPool,
@@ -66,6 +67,7 @@ class RolloutRunner:
             over: its complete groups need not be played again.
         on_trajectory: called with every episode that ends, failures included. An exception that it
             raises stops the runner.
+        on_dropped_task: called with the id of a task that is dropped, and its verifier's error.
         state: what `state()` of the interrupted run returned. Without it, a run that starts at
             version v continues after the tasks of v whole batches.
         is_deterministic: sample in waves that depend on the seed only (see `Lockstep`).
@@ -88,6 +90,7 @@ class RolloutRunner:
         filters: Mapping[str, GroupFilter] | None = None,
         journal: Journal | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
+        on_dropped_task: Callable[[str, str], None] | None = None,
         state: Mapping[str, Any] | None = None,
         is_deterministic: bool = False,
         episode_runner: EpisodeRunner | None = None,
@@ -119,6 +122,7 @@ class RolloutRunner:
             first=version * config.batch_groups,
             state=state or {},
         )
+        self._broken = BrokenTasks((state or {}).get("dropped_tasks", ()), on_dropped_task)
         self._groups = GroupTracker(config, tasks, version, filters or {}, journal)
         self._failures = FailurePolicy.for_training(
             config, lambda: getattr(setup.engine, "outage_s", 0.0)
@@ -176,6 +180,7 @@ class RolloutRunner:
             room=groups.room(version),
             num_groups=groups.counts["handed_out"],
             num_groups_rejected=dict(groups.rejected),
+            num_dropped_tasks=len(self._broken.dropped),
             **{f"num_groups_{fate}": groups.counts[fate] for fate in fates},
             **{f"num_{name}": self._counts[name] for name in counted},
             outage_s=failures.outage.seconds,
@@ -188,7 +193,8 @@ class RolloutRunner:
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs to lose no group and train none twice; fit for JSON."""
-        return self._groups.state(self._engine.policy_version)
+        state = self._groups.state(self._engine.policy_version)
+        return {**state, "dropped_tasks": self._broken.dropped} if self._broken.dropped else state
 
     async def aclose(self) -> None:
         """Cancel what is in flight and wait until it has ended. Idempotent."""
@@ -252,8 +258,19 @@ class RolloutRunner:
 
     async def _draw_task(self, index: int, options: Mapping[str, Any]) -> Task | None:
         """Return the task of group `index`; None when the environment fails to give one."""
-        seed = derive_seed(self._seed, _TASK, index)
         options = {"split": self._split, **options}
+        task = await self._draw_once(derive_seed(self._seed, _TASK, index), options)
+        num_draws = 1
+        while task is not None and task.id in self._broken:
+            env = self._envs.take()
+            self._broken.require_others(num_draws, env.num_tasks(options["split"]))
+            self._envs.give_back(env)
+            seed = derive_seed(self._seed, _TASK, index, num_draws)
+            task = await self._draw_once(seed, options)
+            num_draws += 1
+        return task
+
+    async def _draw_once(self, seed: int, options: Mapping[str, Any]) -> Task | None:
         task: Task | None = None
 
         async def attempt(number: int) -> Outcome:
@@ -282,6 +299,9 @@ class RolloutRunner:
         round = group.round
 
         async def attempt(number: int) -> Outcome:
+            if group.task.id in self._broken:
+                group.is_void = True
+                return Outcome.FINAL
             request = EpisodeRequest(
                 task=group.task,
                 seed=derive_seed(self._seed, _EPISODE, group.index, member, number),
@@ -305,7 +325,10 @@ class RolloutRunner:
         self._counts["tokens"] += trajectory.num_policy_tokens
         if self._on_trajectory is not None:
             self._on_trajectory(trajectory)
+        self._broken.record(trajectory)
         outcome = self._failures.record(trajectory)
+        if group.task.id in self._broken:
+            outcome = Outcome.FINAL  # also of siblings that have a reward
         if outcome is Outcome.COMPLETED:
             group.members.append((member, trajectory))
         elif outcome is Outcome.FINAL:
@@ -325,7 +348,9 @@ class RolloutRunner:
         return outcome
 
     def _finish_group(self, group: RunningGroup) -> None:
-        if group.is_void or len(group.members) < self.config.min_group_size:
+        if group.task.id in self._broken:
+            self._groups.fail(group.index)
+        elif group.is_void or len(group.members) < self.config.min_group_size:
             self._fail_group(group.index)
         else:
             self._num_failed_in_a_row = 0

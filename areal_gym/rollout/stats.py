@@ -53,6 +53,8 @@ class RolloutStats:
     """Dropped groups: too old when a batch was handed out."""
     num_groups_rejected: Mapping[str, int]
     """Groups dropped by a filter, by "filter/reason"."""
+    num_dropped_tasks: int = 0
+    """Tasks that are played no more, because their own verifiers gave no reward."""
     num_groups_restored: int
     """Complete groups from the journal of the interrupted run."""
 

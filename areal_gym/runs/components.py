@@ -22,6 +22,7 @@ from areal_gym.plugins import Kind, registry
 from areal_gym.plugins.wrappers import split_wrapper_arguments
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.filters import GroupFilter
+from areal_gym.runs.run_display import Display
 from areal_gym.sandbox.base import SandboxLevel, SandboxReport
 from areal_gym.sandbox.shared_pool import reports_of
 
@@ -65,6 +66,23 @@ class Components:
                 hints=["an environment is a subclass of areal_gym.TextEnv"],
             )
         return env
+
+    async def make_shared(self, display: Display) -> None:
+        """Make what all episodes share, such as images; raises what its absence would in them."""
+        env = self.make_env()
+        is_shown = False
+
+        def on_progress(done: int, total: int) -> None:
+            nonlocal is_shown
+            if not is_shown:
+                display.phase("images", total)
+                is_shown = True
+            display.advance(done)
+
+        try:
+            await env.before_run(on_progress)
+        finally:
+            await env.aclose()
 
     async def announce_sandboxes(self, say: Callable[[str], None]) -> list[SandboxReport]:
         """Start the environment's sandboxes, say their levels, and return their reports.

@@ -157,6 +157,7 @@ async def _evaluate(
 ) -> EvalReport:
     config = job.config
     components = Components.of(config)
+    await components.make_shared(display)
     announce_heldout(config, components, display.say)
     await try_rewards(components, config.eval.split, display.say)
     await components.announce_sandboxes(display.say)

@@ -37,6 +37,7 @@ INCIDENTS = (
     Incident("lost_episodes", "episode", "lost", _LOST),
     Incident("replayed_groups", "group", "played again", "rollout/replayed_groups"),
     Incident("lost_groups", "group", "dropped", "rollout/failed_groups"),
+    Incident("dropped_tasks", "task", "dropped", "rollout/dropped_tasks"),
     Incident("shrunken_groups", "group", "shrunken", "rollout/shrunken_groups", is_total=False),
     Incident("lost_servers", "server", "lost", "engine/num_servers_lost"),
     # `RunContext.record` has counted it: objectives on fixed data can lose their trainer, too.

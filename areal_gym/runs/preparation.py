@@ -117,6 +117,7 @@ def prepare_run(
     loggers = Loggers(make_loggers(config), display.say)
     _announce(config, directory, display)
     if components is not None and not is_supervised:
+        run_to_end(components.make_shared(display))
         config = announce_tasks(config, components, display.say)
         run_to_end(try_rewards(components, "train", display.say))
         _warn_of_contamination(config, components, display)

@@ -78,10 +78,16 @@ class RolloutBatches(BatchStream[Group]):
             journal=self._journal,
             state=state,
             on_trajectory=self._newest.add,
+            on_dropped_task=self._say_dropped,
             is_deterministic=config.deterministic,
             episode_runner=episode_runner,
         )
         self._times = StepTimes(config.rollout.max_in_flight, self._runner.stats())
+
+    def _say_dropped(self, task_id: str, error: str) -> None:
+        line = f"dropped from this run: the task {task_id}, whose verifier gave no reward: {error}"
+        self._prepared.directory.append_log(line)
+        self._prepared.display.say(line)
 
     def _open_journal(self) -> BackgroundJournal | None:
         if self._prepared.config.deterministic:
@@ -196,6 +202,7 @@ def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
     counts: dict[str, float] = {
         "rollout/failed_groups": stats.num_groups_failed,
         "rollout/stale_groups": stats.num_groups_stale,
+        "rollout/dropped_tasks": stats.num_dropped_tasks,
         "rollout/acceptance": stats.acceptance_rate,
         "rollout/retries": stats.num_retries,
         "rollout/lost_episodes": stats.num_lost,

@@ -24,10 +24,12 @@ from areal_gym.envs.mcp_tools.env_with_servers import EnvWithServers
 from areal_gym.envs.mix import MixedEnv
 from areal_gym.envs.tir import TirEnv, python_call
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import UsageError
+from areal_gym.errors import TaskError, UsageError
 from areal_gym.types import Message
 
 _MAX_TASKS = 100
+_MAX_BROKEN = 8
+"""The limit of tasks in a row that are passed over, because their verifiers give no reward."""
 _MAX_ATTEMPTS = 8
 """The limit of demonstrations tried per task to find one with another reward."""
 
@@ -87,6 +89,10 @@ def obstacle_to_imitation(env: TextEnv) -> str:
 
 def perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
     """Play a task without faults: for measuring skill, never imitated in `tir`."""
+    return _of_sound_task(lambda: _perfect_demonstration(env, rng))
+
+
+def _perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
     env = _reset(env, rng, "train")
     if _asks_for_python(env):
         expression = env.task.data["expression"]
@@ -98,8 +104,22 @@ def perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
 
 def demonstrate(env: TextEnv, rng: random.Random, *, split: str = "train") -> Demonstration:
     """Demonstrate a task, by a demonstrator drawn by share."""
-    env = _reset(env, rng, split)
-    return _draw(env, rng).play(env, rng)
+
+    def play() -> Demonstration:
+        played = _reset(env, rng, split)
+        return _draw(played, rng).play(played, rng)
+
+    return _of_sound_task(play)
+
+
+def _of_sound_task(play: Callable[[], Demonstration]) -> Demonstration:
+    """Return a demonstration; a task whose own verifier gives no reward is passed over."""
+    for _ in range(_MAX_BROKEN):
+        try:
+            return play()
+        except TaskError:
+            continue
+    return play()
 
 
 def demonstrate_pair(

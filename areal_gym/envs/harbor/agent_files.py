@@ -9,7 +9,7 @@ from areal_gym.envs.harbor.archives import MOST_BYTES, CarriedFiles, is_within
 from areal_gym.envs.harbor.phases import TRANSFER_S, phase
 from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep
 from areal_gym.envs.harbor.task_toml import Artifact
-from areal_gym.errors import EnvError
+from areal_gym.errors import TaskError
 from areal_gym.places import Place
 
 LOGS = "/logs/artifacts"
@@ -75,9 +75,9 @@ def _touches(path: str, root: str) -> bool:
 
 
 def require_own_folder(task: HarborTask, workdir: str) -> str:
-    """Return the working directory, whose changes are carried; raise EnvError for the root."""
+    """Return the working directory, whose changes are carried; raise TaskError for the root."""
     if workdir == "/":
-        raise EnvError(
+        raise TaskError(
             f"{task.id}, artifacts: the working directory is /, and what the agent changes is "
             "carried to the verifier from a folder",
             hints=[

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -14,15 +13,15 @@ from gymnasium.utils.seeding import np_random
 from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, require_dialect, write_call
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.harbor.agent_place import AgentPlace
-from areal_gym.envs.harbor.archives import pack_folders
 from areal_gym.envs.harbor.number_tasks import generated_tasks
 from areal_gym.envs.harbor.phases import phase
 from areal_gym.envs.harbor.reward_files import combined, passes
 from areal_gym.envs.harbor.shell_tools import Shell
+from areal_gym.envs.harbor.solution_commands import solution_command
 from areal_gym.envs.harbor.step_verification import Mode, Verdict, verify
-from areal_gym.envs.harbor.task_datasets import task_source
-from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep, resolved_env
-from areal_gym.envs.harbor.task_images import place_image, place_limits
+from areal_gym.envs.harbor.task_datasets import leave_out_unbuilt, task_source
+from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep
+from areal_gym.envs.harbor.task_images import build_images, place_image, place_limits
 from areal_gym.envs.mcp_tools.server_settings import McpServerSettings, parse_servers
 from areal_gym.envs.mcp_tools.server_tools import ServerTools
 from areal_gym.envs.tools import Tool, tool
@@ -73,8 +72,8 @@ class HarborEnv(TextEnv):
     Data: yours, or generated. History: v0.
 
     Args:
-        path: a task folder, a folder of them, a registry.json, or the name of a generated family:
-            "numbers-1", "numbers-2" or "numbers-3".
+        path: a task folder, a folder of them, a registry.json, a repository (OWNER/NAME@REF), or
+            the name of a generated family: "numbers-1", "numbers-2" or "numbers-3".
         dataset: which of the registry's data sets.
         heldout: the share of tasks that is held out, where no splits.json says it.
         skip_broken: leave out tasks that cannot be used, instead of refusing all.
@@ -120,7 +119,8 @@ class HarborEnv(TextEnv):
         self._places_kwargs = dict(places_kwargs or {})
         self._spare = spare
         self._verifier = verifier
-        self._path = path
+        self._path = str(generated_tasks(path) or path)
+        self._skip_broken = skip_broken
         self.max_turns = max_turns
         self.tool_dialect = tool_dialect and require_dialect(tool_dialect)
         self._command_timeout_s = command_timeout_s
@@ -135,6 +135,11 @@ class HarborEnv(TextEnv):
         self._agent_place: AgentPlace | None = None
 
     # ---- the episode -------------------------------------------------------------------------
+
+    async def before_run(self, on_progress: Callable[[int, int], None]) -> None:
+        """Build the images of all tasks; SandboxError names those without one, unless skipped."""
+        failures = await build_images(self._tasks.values(), self._backend(), on_progress)
+        leave_out_unbuilt(self._path, failures, len(self._tasks), is_skipped=self._skip_broken)
 
     async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
         """Choose the task, remove the place of the episode before, open the task's MCP servers."""
@@ -363,28 +368,6 @@ def _server_settings(task: HarborTask) -> tuple[McpServerSettings, ...]:
             for server in task.environment.mcp_servers
         ]
     )
-
-
-def solution_command(task: HarborTask, step: TaskStep) -> str:
-    """Return a shell command that does what the step's solution does."""
-    assert step.solution is not None
-    variables = resolved_env(task.toml.solution.env, f"{task.id}, solution.env")
-    script = step.solution / "solve.sh"
-    files = [path for path in step.solution.rglob("*") if path.is_file()]
-    text = script.read_text("utf-8", "replace")
-    first, _, rest = text.partition("\n")
-    if files == [script] and not variables and first in ("#!/bin/sh", "#!/bin/bash"):
-        return rest.strip()
-    archive = base64.b64encode(pack_folders([step.solution])).decode()
-    settings = " ".join(f"{name}={_quoted(value)}" for name, value in variables.items())
-    return (
-        f"mkdir -p /solution && printf %s {archive} | base64 -d | tar -xf - -C /solution && "
-        f"{settings} /solution/solve.sh".strip()
-    )
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
 
 
 def _report(step: TaskStep, verdict: Verdict) -> Message:

@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 
 from areal_gym.envs.harbor.archives import is_complete
-from areal_gym.errors import EnvError
+from areal_gym.errors import TaskError
 from areal_gym.utils.markup import short
 
 REWARD_FILES = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
@@ -21,9 +21,9 @@ def read_reward_file(raw: bytes, path: str) -> str | None:
     """Return the text of a reward file in an archive that was taken of it; None: there is none.
 
     Raises:
-        EnvError: it is not a regular file, or larger than 64 kB.
+        TaskError: it is not a regular file, or larger than 64 kB.
     """
-    too_large = EnvError(f"{path} is larger than {MOST_BYTES >> 10} kB")
+    too_large = TaskError(f"{path} is larger than {MOST_BYTES >> 10} kB")
     if not is_complete(raw):
         raise too_large
     with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
@@ -31,7 +31,7 @@ def read_reward_file(raw: bytes, path: str) -> str | None:
         if member is None:
             return None
         if not member.isreg():
-            raise EnvError(f"{path} is not a regular file: no reward is read from it")
+            raise TaskError(f"{path} is not a regular file: no reward is read from it")
         if member.size > MOST_BYTES:
             raise too_large
         file = archive.extractfile(member)
@@ -43,27 +43,27 @@ def parse_rewards(text: str, path: str) -> dict[str, float]:
     """Return the named rewards of a reward file's text.
 
     Raises:
-        EnvError: it is empty, or not one finite number, or not an object of finite numbers.
+        TaskError: it is empty, or not one finite number, or not an object of finite numbers.
     """
     if not text.strip():
-        raise EnvError(f"{path} is empty")
+        raise TaskError(f"{path} is empty")
     if path.endswith(".txt"):
         try:
             value = float(text)
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise EnvError(f"{path} holds {short(text.strip(), 80)!r}, not one finite number")
+            raise TaskError(f"{path} holds {short(text.strip(), 80)!r}, not one finite number")
         return {"reward": value}
     try:
         rewards = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise EnvError(f"{path} is not JSON: {error}") from None
+        raise TaskError(f"{path} is not JSON: {error}") from None
     if not isinstance(rewards, dict) or not rewards:
-        raise EnvError(f"{path} is not an object with at least one number")
+        raise TaskError(f"{path} is not an object with at least one number")
     for name, value in rewards.items():
         if not isinstance(value, int | float) or not _is_finite(value):
-            raise EnvError(f"{path}: {name} is {short(value, 80)}, not a finite number")
+            raise TaskError(f"{path}: {name} is {short(value, 80)}, not a finite number")
     return {name: float(value) for name, value in rewards.items()}
 
 

@@ -37,7 +37,7 @@ from areal_gym.envs.harbor.reward_files import (
 )
 from areal_gym.envs.harbor.task_folder import HarborTask, TaskStep, resolved_env
 from areal_gym.envs.harbor.task_images import place_image, place_limits, verifier_environment
-from areal_gym.errors import EnvError, SandboxError
+from areal_gym.errors import SandboxError, TaskError
 from areal_gym.places import CommandResult, Place, Places
 
 Mode = Literal["fresh", "task", "shared"]
@@ -102,8 +102,8 @@ async def verify(
     The agent's place is frozen afterwards, and may be used for the next step.
 
     Raises:
-        SandboxError: a place failed, or `test.sh` did not end in time.
-        EnvError: `test.sh` wrote no reward that can be read.
+        SandboxError: a place failed.
+        TaskError: `test.sh` wrote no reward that can be read, or did not end in time.
     """
     if agent is not None:
         await run_collect_hooks(task, step, agent.place)
@@ -239,7 +239,7 @@ async def _run_tests(task: HarborTask, step: TaskStep, place: Place, *, has_test
             timeout_s=verifier.timeout_sec,
         )
         if result.is_timed_out:
-            raise SandboxError(
+            raise TaskError(
                 f"test.sh took more than {verifier.timeout_sec:g} s (verifier.timeout_sec)"
             )
     async with phase(task.id, "reward", limit_s=TRANSFER_S):
@@ -255,7 +255,7 @@ async def _rewards(place: Place, result: CommandResult) -> dict[str, float]:
         text = read_reward_file(raw, path)
         if text is not None:
             return parse_rewards(text, path)
-    raise EnvError(
+    raise TaskError(
         f"test.sh wrote neither reward.json nor reward.txt to /logs/verifier; it ended with code "
         f"{result.exit_code}: {_last_line(result)}"
     )

@@ -8,27 +8,31 @@ globs of task names, says what is held out; otherwise a hash of the task's id de
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from areal_gym.envs.harbor.task_downloads import checkout, downloaded
 from areal_gym.envs.harbor.task_folder import TASK_FILE, HarborTask, load_task
-from areal_gym.errors import DataError, NothingToDoError, UsageError, choices
+from areal_gym.errors import (
+    DataError,
+    GymError,
+    NothingToDoError,
+    SandboxError,
+    UsageError,
+    choices,
+)
 from areal_gym.tasks import Draft, RowTasks, TaskSource
 from areal_gym.tasks.base import SPLITS, TEST_SHARE
 from areal_gym.tasks.given_tasks import FEW_ROWS, read_once
 from areal_gym.tasks.rows import SourceRow
-from areal_gym.utils.cache import cache_directory
 from areal_gym.utils.files import path_hints
 
 REGISTRY = "registry.json"
 SPLIT_FILE = "splits.json"
 _MOST_SHOWN = 20
-_GIT_S = 600.0
 _MARKS = (TASK_FILE, "instruction.md", "environment", "steps")
 """Names by which a folder without `task.toml` is seen to be meant as a task."""
 
@@ -39,7 +43,7 @@ class TaskFolders:
 
     name: str
     tasks: tuple[HarborTask, ...]
-    problems: tuple[tuple[str, DataError], ...]
+    problems: tuple[tuple[str, GymError], ...]
     """Folder and error of each task that cannot be used."""
     splits: Mapping[str, Sequence[str]]
     """Globs of the names in each split, of `splits.json`."""
@@ -57,15 +61,18 @@ def find_tasks(path: str | Path, *, dataset: str | None = None) -> TaskFolders:
     """Read all tasks of a data set; tasks with problems are collected in `problems`.
 
     Args:
-        path: a task folder, a folder of them, or a `registry.json` (or the folder that has one).
+        path: a task folder, a folder of them, or a `registry.json` (or the folder that has one);
+            or a git repository, which is downloaded once (`task_downloads`).
         dataset: which of the registry's data sets: NAME or NAME@VERSION.
 
     Raises:
         DataError: there is no such place, or it has no tasks.
     """
-    place = Path(path).expanduser()
+    place = downloaded(str(path)) or Path(path).expanduser()
     if not place.exists():
-        hints = path_hints(place) or ["give a task folder, a folder of them, or a registry.json"]
+        hints = path_hints(place) or [
+            "give a task folder, a folder of them, a registry.json, or a repository: OWNER/NAME@REF"
+        ]
         raise DataError(f"there is no task at {place}", hints=hints)
     registry = place / REGISTRY if place.is_dir() else place
     if registry.is_file() and not (place / TASK_FILE).is_file():
@@ -101,6 +108,8 @@ def _folders(place: Path) -> list[Path]:
     except OSError as error:
         raise DataError(f"{place} cannot be read ({error.strerror})") from error
     folders = [path for path in children if any((path / mark).exists() for mark in _MARKS)]
+    if not folders and (place / "tasks").is_dir():  # as repositories have them
+        return _folders(place / "tasks")
     if not folders:
         raise DataError(
             f"{place} has no task",
@@ -112,11 +121,45 @@ def _folders(place: Path) -> list[Path]:
     return folders
 
 
+_unbuilt: dict[str, dict[str, SandboxError]] = {}
+"""Tasks without an image, by data set and id, that runs of this process leave out."""
+
+
+def leave_out_unbuilt(
+    path: str, failures: Mapping[str, SandboxError], num_tasks: int, *, is_skipped: bool
+) -> None:
+    """Leave tasks whose images were not built out of sources that are made from now on.
+
+    Raises:
+        SandboxError: there are some, and they shall not be skipped; it names each, and why.
+    """
+    if not failures:
+        return
+    if is_skipped:
+        _unbuilt.setdefault(path, {}).update(failures)
+        return
+    reasons = _reasons(tuple(failures.items()))
+    hints = [*reasons, "leave them out with env.kwargs.skip_broken=true"]
+    count = f"{len(failures)} of {num_tasks} tasks of {path} have no image"
+    raise SandboxError(f"{count}: {next(iter(failures.values())).message}", hints=hints)
+
+
 @read_once
 def _source(
-    path: str, dataset: str | None, heldout: float | None, skip_broken: bool, state: object
+    path: str,
+    dataset: str | None,
+    heldout: float | None,
+    skip_broken: bool,
+    state: object,
+    unbuilt: tuple[str, ...],
 ) -> tuple[TaskSource, Mapping[str, HarborTask]]:
     folders = find_tasks(path, dataset=dataset)
+    if unbuilt:
+        folders = replace(
+            folders,
+            tasks=tuple(task for task in folders.tasks if task.id not in unbuilt),
+            problems=(*folders.problems, *_unbuilt[path].items()),
+        )
     if folders.problems and not skip_broken:
         raise _collected(folders)
     if not folders.tasks:
@@ -172,13 +215,14 @@ def task_source(
     Raises:
         DataError: a task cannot be used, unless `skip_broken`; the hints name each and why.
     """
-    place = Path(path).expanduser()
+    place = downloaded(str(path)) or Path(path).expanduser()
     changed = [
         file.stat().st_mtime_ns
         for file in (place, place / TASK_FILE, place / SPLIT_FILE)
         if file.exists()
     ]
-    return _source(str(path), dataset, heldout, skip_broken, tuple(changed))
+    unbuilt = tuple(_unbuilt.get(str(path), ())) if skip_broken else ()
+    return _source(str(path), dataset, heldout, skip_broken, tuple(changed), unbuilt)
 
 
 def _collected(folders: TaskFolders) -> DataError:
@@ -192,7 +236,7 @@ def _collected(folders: TaskFolders) -> DataError:
     )
 
 
-def _reasons(problems: Sequence[tuple[str, DataError]]) -> list[str]:
+def _reasons(problems: Sequence[tuple[str, GymError]]) -> list[str]:
     lines = [line for _, error in problems for line in (str(error), *error.hints)]
     more = len(lines) - _MOST_SHOWN
     return lines[:_MOST_SHOWN] + ([f"... and {more} more lines"] if more > 0 else [])
@@ -255,41 +299,8 @@ def _registered(registry: Path, dataset: str | None) -> Iterator[Path]:
         raise DataError(f"{registry} has no data set {dataset!r}", hints=hints)
     for task in chosen[-1]["tasks"]:
         url = task.get("git_url")
-        root = _checkout(url, task.get("git_commit_id")) if url else registry.parent
+        root = checkout(url, task.get("git_commit_id")) if url else registry.parent
         folder = (root / str(task["path"])).resolve()
         if not folder.is_relative_to(root.resolve()):
             raise DataError(f"{registry}: the path {task['path']!r} leads out of its repository")
         yield folder
-
-
-def _checkout(url: object, commit: object) -> Path:
-    """Return a folder with that commit of a repository, which is fetched once."""
-    # A URL that begins with "-" would be an option, and "ext::" runs a command.
-    is_safe = isinstance(url, str) and not url.startswith("-") and "::" not in url
-    if not is_safe or not isinstance(commit, str) or not commit.isalnum():
-        raise DataError(f"git_url {url!r} with git_commit_id {commit!r} cannot be fetched")
-    key = hashlib.sha256(f"{url} {commit}".encode()).hexdigest()[:20]
-    target = cache_directory() / "harbor" / key
-    if target.is_dir():
-        return target
-    partial = target.with_name(f"{key}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    for command in (
-        ("init", "-q"),
-        ("fetch", "-q", "--depth=1", str(url), commit),
-        ("checkout", "-q", "--force", "FETCH_HEAD"),
-    ):
-        try:
-            subprocess.run(
-                ("git", *command),
-                cwd=partial,
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=_GIT_S,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-            raise DataError(f"commit {commit} of {url} cannot be fetched: {reason}") from None
-    partial.rename(target)
-    return target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -78,6 +78,10 @@ class EnvWithServers(TextEnv):
     def num_tasks(self, split: str) -> int | None:
         """Return the number of tasks of the other environment."""
         return self.playing.num_tasks(split)
+
+    async def before_run(self, on_progress: Callable[[int, int], None]) -> None:
+        """Make what the episodes of the other environment share."""
+        await self.playing.before_run(on_progress)
 
     async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
         """Reset the other environment, then open the servers, inside its place if it has one."""

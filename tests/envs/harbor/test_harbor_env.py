@@ -12,7 +12,7 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.harbor.harbor_env import HarborEnv
-from areal_gym.errors import EnvError, SandboxError
+from areal_gym.errors import EnvError, SandboxError, TaskError
 from areal_gym.rollout.episode import play_episode
 from areal_gym.types import StopReason
 from tests._support.harbor_play import GOLD, backend, bash, call, play, play_async
@@ -364,7 +364,7 @@ def test_failures_name_task_and_phase_and_are_never_rewards(where, tmp_path):
     assert "not a regular file" in text
     slow = {"tests/test.sh": "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\nsleep 60\n"}
     slow["task.toml"] = SHARED_TOML.replace("30.0", "1.0").replace("shared", "slow")
-    text = failing("slow", slow, error=SandboxError)
+    text = failing("slow", slow, error=TaskError)
     assert "slow, verifier: test.sh took more than 1 s" in text
     sick = (
         '[environment.healthcheck]\ncommand = "echo sick; exit 4"\n'

@@ -28,6 +28,8 @@ def test_the_small_policy_learns_to_use_the_shell(tmp_path, monkeypatch):
     recipe = functools.partial(starter_policy.Recipe, **RECIPE)
     monkeypatch.setattr(starter_policy, "Recipe", recipe)
     write_number_tasks(tmp_path / "tasks", 1, num_tasks=10)
+    # The verifier of one gives no reward: it is dropped.
+    (tmp_path / "tasks" / "number-1-005" / "tests" / "test.sh").write_text("#!/bin/sh\nexit 3\n")
     out = tmp_path / "run"
     words = ["train", "--env", f"harbor:{tmp_path / 'tasks'}", *SETTINGS, "--out", str(out)]
     done = CliRunner().invoke(app, words)
@@ -35,6 +37,10 @@ def test_the_small_policy_learns_to_use_the_shell(tmp_path, monkeypatch):
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     assert len(rewards) == 6
+    assert "images: 10/10" in done.output
+    assert "dropped from this run: the task" in done.output
+    assert "number-1-005, reward: test.sh wrote neither" in done.output
+    assert rows[-1]["rollout/dropped_tasks"] == 1
     assert sum(rewards[:2]) / 2 < 0.75  # half of what it imitates gives up
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards
     reports = [

@@ -132,3 +132,57 @@ def test_registry_with_local_and_git_tasks(tmp_path, monkeypatch):
         registry.write_text(json.dumps([{"name": "new", "tasks": [wrong]}]))
         with pytest.raises(DataError, match=reason):
             find_tasks(registry)
+
+
+@pytest.fixture
+def remote(tmp_path, monkeypatch):
+    """Return a function that runs git in the repository `lab/sums`, which is on this machine."""
+    monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.file://{tmp_path}/remote/.insteadOf")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://github.com/")
+    monkeypatch.chdir(tmp_path)
+    repository = tmp_path / "remote" / "lab" / "sums"
+    write_task(repository / "tasks" / "first")
+
+    def git(*words):
+        base = ["git", "-C", str(repository), "-c", "user.name=t", "-c", "user.email=t@t"]
+        return subprocess.run([*base, *words], check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q", "-b", "main")
+    git("config", "uploadpack.allowAnySHA1InWant", "true")
+    git("add", ".")
+    git("commit", "-qm", "tasks")
+    git("tag", "-a", "v1", "-m", "the first")
+    return git
+
+
+def test_a_repository_is_downloaded_once_by_tag_branch_and_commit(remote, tmp_path):
+    assert list(task_source("lab/sums@v1")[1]) == ["tests/first"]
+    write_task(tmp_path / "remote" / "lab" / "sums" / "tasks" / "second")
+    remote("add", ".")
+    remote("commit", "-qm", "more")
+    commit = remote("rev-parse", "HEAD").strip()
+    both = ["tests/first", "tests/second"]
+    assert [task.id for task in find_tasks("lab/sums").tasks] == both
+    assert [task.id for task in find_tasks(f"lab/sums@{commit}").tasks] == both
+    assert [task.id for task in find_tasks(f"file://{tmp_path}/remote/lab/sums@v1").tasks] == [
+        "tests/first"
+    ]
+    # From now on nothing is asked for: neither the repository nor the network is needed.
+    (tmp_path / "remote").rename(tmp_path / "gone")
+    assert len(find_tasks("lab/sums@v1").tasks) == 1
+    assert len(find_tasks("lab/sums").tasks) == 2
+
+
+def test_a_repository_that_cannot_be_had_is_named(remote, tmp_path):
+    with pytest.raises(DataError, match="has no tag and no branch 'v9'"):
+        find_tasks("lab/sums@v9")
+    with pytest.raises(DataError, match=r"the data set .*lab/other cannot be fetched: ") as caught:
+        find_tasks("lab/other@v1")
+    assert "clone it yourself" in caught.value.hints[-1]
+    with pytest.raises(DataError, match=r"commit 0+ of .* cannot be fetched"):
+        find_tasks(f"lab/sums@{'0' * 40}")
+    with pytest.raises(DataError, match="there is no task at"):
+        find_tasks("a/b/c")
+    assert not list((tmp_path / "cache" / "harbor").glob("*.partial"))
