@@ -15,14 +15,17 @@ import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from typing import Any
 
 from areal_gym.places import PlaceImage, PlaceLimits, Places
 from areal_gym.places.local_images import HOST_ROOT
 from areal_gym.plugins import registry
+from areal_gym.sandbox.containers import connect
+from areal_gym.sandbox.image import import_host
 from areal_gym.sandbox.suite.watch import descendants, read_stat
 
-DOCKER_IMAGE = "areal-gym-sandbox"
+DOCKER_IMAGE = "areal-gym-places-tests"
 LIMITS = PlaceLimits(memory_mb=256, storage_mb=64)
 COMMANDS = 5
 _TICKS_MS = 1000 / os.sysconf("SC_CLK_TCK")
@@ -81,6 +84,10 @@ async def main() -> None:
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.places == "docker":
+        with closing(connect()) as client:
+            if not client.images.list(f"{DOCKER_IMAGE}:latest"):
+                import_host(client, DOCKER_IMAGE)
     image = PlaceImage(reference=HOST_ROOT if options.places == "local" else DOCKER_IMAGE)
     places: Places = registry().make("places", options.places)
     try:

@@ -5,57 +5,58 @@ from __future__ import annotations
 import asyncio
 import io
 import posixpath
-import shlex
 import socket
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from areal_gym.errors import SandboxError, SandboxUnreachableError
+from areal_gym.errors import SandboxError
 from areal_gym.places.base import CommandResult, FileChanges
 from areal_gym.places.engine_calls import engine_errors, remove_container
+from areal_gym.places.engine_commands import EngineCommands
+from areal_gym.places.keeper_commands import KILLED, Commands
+from areal_gym.places.keeper_socket import FOLDER, KeeperSocket
 from areal_gym.places.listening import listen_inside
 
 T = TypeVar("T")
 
-_OUTPUT_BYTES = 1 << 20
-_KILL_S = 5.0
-_KILLED = 137
 _MODIFIED, _REMOVED = 0, 2  # the engine's kinds of changes; 1 is what was added
 _GO_FOLDER = 1 << 31  # a folder, in a mode as Go writes it
-# The command's pid inside the place, which leads its session: how it is killed at its deadline.
-_WRAPPER = 'echo $$ >&2; exec "$@"'
-
-
-@dataclass
-class _Output:
-    """What a command has written so far, up to a bound; the rest is read and dropped."""
-
-    texts: dict[int, bytearray] = field(default_factory=lambda: {1: bytearray(), 2: bytearray()})
-
-    def add(self, stream: int, data: bytes) -> None:
-        text = self.texts.setdefault(stream, bytearray())
-        text += data[: max(0, _OUTPUT_BYTES + 32 - len(text))]
-
-    @property
-    def pid(self) -> int | None:
-        """The pid that the wrapper wrote, or None when the command could not be started."""
-        first, end, _ = bytes(self.texts[2]).partition(b"\n")
-        return int(first) if end and first.isdigit() else None
 
 
 class DockerPlace:
-    """A container; `control` runs short calls to the engine, `commands` wait for commands."""
+    """A container whose commands a keeper executes, or the engine.
+
+    Args:
+        container: the started container.
+        commands: its commands; None: the engine's execs.
+        keeper: the socket of its keeper, if it has one.
+        user: the user of commands that name none.
+        control: runs short calls to the engine.
+        waiting: waits for the engine's execs.
+    """
 
     def __init__(
-        self, container: Any, *, control: ThreadPoolExecutor, commands: ThreadPoolExecutor
+        self,
+        container: Any,
+        *,
+        commands: Commands | None,
+        keeper: KeeperSocket,
+        user: str,
+        control: ThreadPoolExecutor,
+        waiting: ThreadPoolExecutor,
     ) -> None:
         self._container = container
+        self._keeper = keeper
+        self._has_keeper = commands is not None
+        self._commands: Commands | EngineCommands = commands or EngineCommands(
+            container, control=control, waiting=waiting
+        )
+        self._user = user
         self._control = control
-        self._commands = commands
+        self._waiting = waiting
+        self._starting = asyncio.Lock()
         self._is_frozen = False
         self._is_closed = False
 
@@ -63,6 +64,11 @@ class DockerPlace:
     def id(self) -> str:
         """The engine's id of the container."""
         return str(self._container.id)
+
+    @property
+    def has_keeper(self) -> bool:
+        """Whether a command costs a fork, and not an exec of the engine."""
+        return self._has_keeper
 
     async def run(
         self,
@@ -74,50 +80,45 @@ class DockerPlace:
         timeout_s: float,
     ) -> CommandResult:
         """Run a command; at its deadline its process group is killed, or else the whole place."""
-        if self._is_frozen:
-            await self._call(self._container.start)
-            self._is_frozen = False
-        command = ["/bin/sh", "-c", _WRAPPER, "sh", *argv]
-        options = {"environment": dict(env or {}), "workdir": cwd, "user": str(user or "")}
-        created = await self._call(
-            lambda: self._api.exec_create(self.id, command, stdin=False, **options)
-        )
-        output = _Output()
-        loop = asyncio.get_running_loop()
-        reading = loop.run_in_executor(self._commands, self._read, created["Id"], output)
-        is_timed_out = False
-        try:
-            done, _ = await asyncio.wait({reading}, timeout=timeout_s)
-            if not done:
-                is_timed_out = True
-                await self._kill(output, reading)
-        except asyncio.CancelledError:
-            await asyncio.shield(self._kill(output, reading))
-            raise
-        if is_timed_out:
-            with suppress(Exception):  # its connection was cut
-                reading.result()
-            exit_code = _KILLED
-        else:
-            with self._errors():
-                reading.result()
-            exit_code = (await self._call(self._api.exec_inspect, created["Id"]))["ExitCode"]
-        return self._result(argv, output, exit_code, is_timed_out)
+        commands = await self._running()
+        details = {
+            "cwd": cwd,
+            "env": dict(env or {}),
+            "user": str(self._user if user is None else user),
+        }
+        result = await commands.run(argv, details, timeout_s)
+        if result is None:
+            await self.freeze()  # the next command starts it again, with its files
+            return CommandResult(exit_code=KILLED, stdout=b"", stderr=b"", is_timed_out=True)
+        return result
 
-    def _result(
-        self, argv: Sequence[str], output: _Output, exit_code: int | None, is_timed_out: bool
-    ) -> CommandResult:
-        stdout, stderr = bytes(output.texts[1]), bytes(output.texts[2])
-        if exit_code is None or (output.pid is None and not is_timed_out):
-            text = (stdout + stderr).decode("utf-8", "replace").strip()[-400:]
-            raise SandboxError(f"{shlex.join(argv)[:200]} could not be started: {text}")
-        stderr = stderr.partition(b"\n")[2]
-        return CommandResult(
-            exit_code=exit_code,
-            stdout=stdout[:_OUTPUT_BYTES],
-            stderr=stderr[:_OUTPUT_BYTES],
-            is_timed_out=is_timed_out,
+    async def _running(self) -> Commands | EngineCommands:
+        """Return the commands of the place, which is started again if it was frozen."""
+        async with self._starting:
+            if not self._is_frozen:
+                return self._commands
+            if not self._has_keeper:
+                await self._call(self._container.start)
+                self._commands = EngineCommands(
+                    self._container, control=self._control, waiting=self._waiting
+                )
+            else:
+                self._commands = await self._start_keeper()
+            self._is_frozen = False
+            return self._commands
+
+    async def _start_keeper(self) -> Commands:
+        connection = await self._keeper.connect(
+            lambda: self._call(self._container.start), self.is_running
         )
+        if connection is None:
+            raise SandboxError(f"the place {self.id[:12]} does not start again")
+        return Commands(connection)
+
+    async def is_running(self) -> bool:
+        """Return whether the container runs; SandboxError if the engine has lost it."""
+        await self._call(self._container.reload)
+        return str(self._container.status) == "running"
 
     async def put(self, tar: bytes, path: str) -> None:
         """Unpack an archive below a folder, which is made; SandboxError if a link leads there."""
@@ -133,6 +134,7 @@ class DockerPlace:
 
     async def freeze(self) -> None:
         """End all processes; the files stay."""
+        self._commands.close("the place was frozen")
         await self._call(self._stop)
         self._is_frozen = True
 
@@ -152,7 +154,11 @@ class DockerPlace:
         """Remove the container with its volumes. May be called twice."""
         if not self._is_closed:
             self._is_closed = True
-            await self._call(remove_container, self._container)
+            self._commands.close("the place is closed")
+            try:
+                await self._call(remove_container, self._container)
+            finally:
+                self._keeper.remove()
 
     # -- in threads
 
@@ -167,32 +173,6 @@ class DockerPlace:
 
     def _errors(self) -> Any:
         return engine_errors(f"the place {self.id[:12]}")
-
-    def _read(self, command: str, output: _Output) -> None:
-        from docker.utils.socket import frames_iter
-
-        stream = self._api.exec_start(command, socket=True)
-        try:
-            for number, data in frames_iter(stream, tty=False):
-                output.add(number, data)
-        finally:
-            # Both: otherwise the engine waits for the inner one when the container is removed.
-            inner = getattr(stream, "_sock", None)
-            stream.close()
-            if inner is not None:
-                inner.close()
-
-    async def _kill(self, output: _Output, reading: asyncio.Future[None]) -> None:
-        """End a command: its process group, and if that does not help the place's processes."""
-        pid = output.pid
-        if pid is not None:
-            kill = ["/bin/sh", "-c", f"kill -9 -{pid}; kill -9 {pid}"]
-            with suppress(SandboxError, SandboxUnreachableError):
-                await self._call(lambda: self._container.exec_run(kill, user="0", detach=True))
-            await asyncio.wait({reading}, timeout=_KILL_S)
-        if not reading.done():
-            await self.freeze()  # the next command starts it again, with its files
-            await asyncio.wait({reading}, timeout=_KILL_S)
 
     def _stop(self) -> None:
         import docker
@@ -236,6 +216,7 @@ class DockerPlace:
     def _changes(self) -> FileChanges:
         entries = self._container.diff() or []
         kinds = {str(entry["Path"]): int(entry["Kind"]) for entry in entries}
+        kinds = {path: kind for path, kind in kinds.items() if not is_keepers(path)}
         holders = {parent for path in kinds for parent in _parents(posixpath.dirname(path))}
         written: list[str] = []
         removed: list[str] = []
@@ -316,6 +297,11 @@ class _Chunks(io.RawIOBase):
             parts.append(part)
             left -= len(part)
         return b"".join(parts)
+
+
+def is_keepers(path: str) -> bool:
+    """Return whether a path is the folder that is mounted for the keeper, or in it."""
+    return path == FOLDER or path.startswith(f"{FOLDER}/")
 
 
 def _parents(path: str) -> list[str]:

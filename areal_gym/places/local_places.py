@@ -15,7 +15,7 @@ from areal_gym.places.layer_store import LayerStore, LocalImage
 from areal_gym.places.local_images import LocalImages
 from areal_gym.places.local_place import LocalPlace
 from areal_gym.places.local_server import LocalServer
-from areal_gym.places.pool import PlacePool
+from areal_gym.places.pool import PlacePool, StartedAnew
 from areal_gym.utils.cache import cache_directory
 
 _MEMORY_MB, _STORAGE_MB, _BUILD_MB, _SHM_MB = 2048, 512, 8192, 64
@@ -68,7 +68,7 @@ class LocalPlaces:
         self._starts = asyncio.Semaphore(_NUM_STARTS)
         self._numbers = itertools.count(1)
         self._places: set[LocalPlace] = set()
-        self._pool = PlacePool(_StartedAnew(self), spare=spare)
+        self._pool = PlacePool(StartedAnew(self), spare=spare)
         self._is_closed = False
 
     async def start(self, image: PlaceImage, limits: PlaceLimits) -> Place:
@@ -135,22 +135,6 @@ class LocalPlaces:
                 await asyncio.shield(place.aclose())
                 raise
         return place
-
-
-class _StartedAnew:
-    """The backend of the pool: starts, and leaves the end to the places."""
-
-    def __init__(self, places: LocalPlaces) -> None:
-        self._places = places
-
-    async def start(self, image: PlaceImage, limits: PlaceLimits) -> Place:
-        return await self._places.start_anew(image, limits)
-
-    async def build(self, image: PlaceImage) -> str:
-        return await self._places.build(image)
-
-    async def aclose(self) -> None:
-        pass
 
 
 def _settings(image: PlaceImage, limits: PlaceLimits) -> dict[str, Any]:

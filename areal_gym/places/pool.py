@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from typing import Protocol
 
 from areal_gym.places.base import Place, PlaceImage, PlaceLimits, Places
 
@@ -102,6 +103,34 @@ class PlacePool:
         task: asyncio.Task[object] = asyncio.ensure_future(remove())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class StartsAnew(Protocol):
+    """A backend that keeps a pool of its own."""
+
+    async def start_anew(self, image: PlaceImage, limits: PlaceLimits) -> Place:
+        """Start a place now, whatever waits."""
+
+    async def build(self, image: PlaceImage) -> str:
+        """Build an image, if need be."""
+
+
+class StartedAnew:
+    """A backend as its own pool sees it: starts places, and does not end with the pool."""
+
+    def __init__(self, places: StartsAnew) -> None:
+        self._places = places
+
+    async def start(self, image: PlaceImage, limits: PlaceLimits) -> Place:
+        """Start a place now."""
+        return await self._places.start_anew(image, limits)
+
+    async def build(self, image: PlaceImage) -> str:
+        """Build an image, if need be."""
+        return await self._places.build(image)
+
+    async def aclose(self) -> None:
+        """Do nothing: the backend closes itself."""
 
 
 def _key(image: PlaceImage, limits: PlaceLimits) -> str:

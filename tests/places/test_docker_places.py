@@ -11,8 +11,9 @@ import time
 import pytest
 
 from areal_gym.errors import SandboxError
-from areal_gym.places import PlaceImage, PlaceLimits
+from areal_gym.places import PlaceImage, PlaceLimits, images
 from areal_gym.places.docker_places import LABEL, DockerPlaces
+from areal_gym.places.images import ImageUses
 from areal_gym.sandbox.containers import connect
 from areal_gym.sandbox.image import import_host
 
@@ -236,3 +237,119 @@ def test_places_of_a_killed_owner_are_removed_by_the_next_and_others_stay(client
     during = play(episode)
     assert not left & during
     assert not left & ids()
+
+
+def test_a_keeper_executes_commands_where_the_image_has_python_and_the_engine_elsewhere(
+    client, tmp_path
+):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "Dockerfile").write_text(
+        f'FROM {BASE}\nRUN python3 -c \'import shutil, os; os.rename(shutil.which("python3"), '
+        '"/python-kept")\'\nUSER 1000:1000\n'
+    )
+
+    async def both():
+        places = DockerPlaces(build_network="none")
+        try:
+            with_python = await places.start(PlaceImage(reference=BASE), LIMITS)
+            without = await places.start(PlaceImage(folder=bare), LIMITS)
+            again = await places.start(PlaceImage(folder=bare), LIMITS)
+            shown = []
+            for place in (with_python, without, again):
+                # Root of a place cannot kill its first process, and orphans are reaped.
+                await sh(place, "kill -9 1; sleep 0.1 & exit 3", user=0)
+                result = await sh(place, "sleep 0.2; echo here; exit 4", user=0)
+                shown.append((place.has_keeper, result.exit_code, result.stdout))
+            default = await python_free(without, "echo > /root-only || echo refused")
+            await with_python.freeze()
+            return shown, default, (await sh(with_python, "echo back")).stdout
+        finally:
+            await places.aclose()
+
+    async def python_free(place, command):
+        return (await sh(place, command)).stdout
+
+    shown, default, back = asyncio.run(asyncio.wait_for(both(), 120))
+    assert shown == [(has_keeper, 4, b"here\n") for has_keeper in (True, False, False)]
+    assert default == b"refused\n"  # the image's own user
+    assert back == b"back\n"
+
+
+def test_a_place_whose_keeper_dies_is_an_error_and_leaves_nothing(client):
+    async def episode(place):
+        pid = (await asyncio.to_thread(client.api.inspect_container, place.id))["State"]["Pid"]
+        running = asyncio.ensure_future(sh(place, "sleep 30"))
+        await asyncio.sleep(0.3)
+        os.kill(pid, 9)  # as the machine does when memory runs out
+        with pytest.raises(SandboxError, match="the place has ended"):
+            await running
+        with pytest.raises(SandboxError, match="the place is gone"):
+            await sh(place, "true")
+
+    play(episode)
+
+
+def test_spare_places_are_started_ahead_and_removed(client):
+    async def use():
+        places = DockerPlaces(spare=1)
+        mine = {"label": f"{LABEL}={places._owner}"}
+
+        def running():
+            return client.containers.list(sparse=True, filters=mine)
+
+        try:
+            first = await places.start(PlaceImage(reference=BASE), LIMITS)
+            async with asyncio.timeout(30):
+                while len(await asyncio.to_thread(running)) < 2:
+                    await asyncio.sleep(0.05)
+            waiting = {each.id for each in await asyncio.to_thread(running)} - {first.id}
+            second = await places.start(PlaceImage(reference=BASE), LIMITS)
+            assert {second.id} == waiting
+        finally:
+            await places.aclose()
+        return client.containers.list(all=True, sparse=True, filters=mine)
+
+    assert asyncio.run(use()) == []
+
+
+def test_the_least_recently_used_images_are_removed_beyond_the_budget(
+    client, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(images, "LABEL", "areal-gym.place-image-of-a-test")
+    folders = []
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "Dockerfile").write_text(f"FROM {BASE}\nCOPY random /random\n")
+        (tmp_path / name / "random").write_bytes(os.urandom(3_000_000))
+        folders.append(PlaceImage(folder=tmp_path / name))
+
+    async def build():
+        places = DockerPlaces(build_network="none", images_mb=7)
+        try:
+            a, b = [await places.build(folder) for folder in folders[:2]]
+            in_use = await places.start(folders[1], LIMITS)
+            await places.build(folders[0])  # used again: `b` is the oldest now, and in use
+            await places.start(folders[0], LIMITS)
+            os.utime(tmp_path / "cache" / "places" / "docker" / b.partition(":")[2], (1, 1))
+            c = await places.build(folders[2])
+            kept = await asyncio.to_thread(tags)
+            await in_use.aclose()
+            os.utime(tmp_path / "cache" / "places" / "docker" / a.partition(":")[2], (2, 2))
+            await asyncio.to_thread(ImageUses(7 << 20).trim, client)
+            return {a, b, c}, kept, await asyncio.to_thread(tags), b
+        finally:
+            await places.aclose()
+
+    def tags():
+        filters = {"label": "areal-gym.place-image-of-a-test"}
+        return {tag for image in client.images.list(filters=filters) for tag in image.tags}
+
+    try:
+        built, kept, left, oldest = asyncio.run(asyncio.wait_for(build(), 120))
+        assert kept == built  # all are in use
+        assert left == built - {oldest}
+    finally:
+        for tag in tags():
+            client.images.remove(tag)

@@ -232,4 +232,7 @@ if __name__ == "__main__":
     # In a container: the parent listens on a socket that is mounted at this path.
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel.connect(sys.argv[1])
-    serve(channel, environment=dict(os.environ), workdir=os.getcwd())
+    variables = dict(os.environ)
+    if variables.get("HOME") in ("/root", "/"):  # the engine's, of the user who starts it
+        del variables["HOME"]
+    serve(channel, environment=variables, workdir=os.getcwd(), num_users=1 << 32)
