@@ -61,7 +61,7 @@ _OPENCODE = """\
 export HOME=$AREAL_GYM_HOME OPENCODE_CONFIG=$AREAL_GYM_HOME/opencode.json
 cat > "$OPENCODE_CONFIG" <<END
 {"model": "gateway/policy", "small_model": "gateway/policy",
- "autoupdate": false, "share": "disabled",
+ "autoupdate": false, "share": "disabled", "agent": {"title": {"disable": true}},
  "provider": {"gateway": {"npm": "@ai-sdk/openai-compatible", "name": "gateway",
   "options": {"baseURL": "$OPENAI_BASE_URL", "apiKey": "$OPENAI_API_KEY"},
   "models": {"policy": {}}}}}

@@ -137,7 +137,6 @@ class ProgramAgent:
     async def _play_inside(self, episode: Episode, endpoint: PolicyEndpoint) -> None:
         """Run the program in the task's place, once for each of the task's steps."""
         messages: Sequence[Message] = episode.first_messages
-        base_url = ""
         while messages:
             program = await episode.program_place()
             if program is None:
@@ -145,8 +144,8 @@ class ProgramAgent:
                     "where=task: the tasks of this environment have no place",
                     hints=["such as harbor:PATH", "agent.kwargs.where=host"],
                 )
-            if not base_url:
-                base_url = await endpoint.listen_at(await program.place.listen(PORT))
+            # Again for each step: verification ended the place's network with its processes.
+            base_url = await endpoint.listen_at(await program.place.listen(PORT))
             num_calls = endpoint.num_calls
             result = await program.place.run(
                 self._command,

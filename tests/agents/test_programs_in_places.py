@@ -20,7 +20,7 @@ from areal_gym.gateway.shared_gateway import shared_gateway
 from areal_gym.rollout.episode import play_episode
 from areal_gym.types import StopReason
 from tests._support.harbor_play import backend
-from tests._support.harbor_tasks import write_task
+from tests._support.harbor_tasks import TEST, write_task
 from tests._support.sums_env import Sums
 
 ASK = """
@@ -82,6 +82,38 @@ def test_what_a_program_leaves_in_the_place_is_graded(local, tmp_path):
     (sampled,) = [span for span in trajectory.spans if span.logprobs is not None]
     assert bytes(token for token in sampled.token_ids if token < 256) == b"42"
     assert len(sampled.logprobs) == len(sampled.token_ids)
+
+
+def test_a_program_is_started_for_each_step_and_reaches_the_gateway_in_each(local, tmp_path):
+    task = write_task(
+        tmp_path / "task",
+        {
+            "instruction.md": None,
+            "tests/test.sh": None,
+            "solution/solve.sh": None,
+            **{f"steps/{name}/instruction.md": "Write 42.\n" for name in ("one", "two")},
+            **{f"steps/{name}/tests/test.sh": TEST for name in ("one", "two")},
+        },
+        more='\n[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n',
+    )
+    trajectory = play(task, 'write(ask(os.environ["AREAL_GYM_PROMPT"]))', local, replies=["42"] * 2)
+    assert trajectory.error is None
+    assert (trajectory.reward, trajectory.stop_reason) == (1.0, StopReason.COMPLETED)
+    assert len(trajectory.turns) == 2
+
+
+def test_a_program_in_a_container_reaches_the_gateway_and_nothing_else(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("a listener in the network of a container needs CAP_SYS_ADMIN")
+    program = """
+try:
+    socket.create_connection(("1.1.1.1", 80), timeout=2)
+except OSError:
+    write(ask("x"))
+"""
+    trajectory = play(write_task(tmp_path / "task"), program, backend("docker"))
+    assert trajectory.error is None
+    assert (trajectory.reward, trajectory.stop_reason) == (1.0, StopReason.COMPLETED)
 
 
 def test_a_program_reaches_its_own_session_and_nothing_else(local, tmp_path):

@@ -314,7 +314,8 @@ class HarborEnv(TextEnv):
 
     async def _shell(self) -> Shell:
         place = await self._started()
-        return Shell(place.place, user=self._step.agent.user, max_output=self._max_output)
+        user, task_id = self._step.agent.user, self._folder.id
+        return Shell(place.place, task_id=task_id, user=user, max_output=self._max_output)
 
     async def _started(self) -> AgentPlace:
         if self._agent_place is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from areal_gym.envs.harbor.phases import phase
 from areal_gym.envs.harbor.step_verification import cut_middle
 from areal_gym.errors import ToolError
 from areal_gym.places import CommandResult, Place
@@ -40,11 +41,13 @@ class Shell:
         self,
         place: Place,
         *,
+        task_id: str,
         user: str | int | None,
         max_output: int,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._place = place
+        self._task_id = task_id
         self._user = user
         self._max_output = max_output
         self._env = dict(env or {})
@@ -122,7 +125,8 @@ class Shell:
         return await self._run(["/bin/sh", "-c", script, "sh", *arguments], _FILE_S)
 
     async def _run(self, argv: Sequence[str], timeout_s: float) -> CommandResult:
-        return await self._place.run(argv, user=self._user, env=self._env, timeout_s=timeout_s)
+        async with phase(self._task_id, "command"):
+            return await self._place.run(argv, user=self._user, env=self._env, timeout_s=timeout_s)
 
 
 def _argument(text: str, what: str) -> str:

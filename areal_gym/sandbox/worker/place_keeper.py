@@ -144,7 +144,10 @@ class _Keeper:
         finally:
             self._protect("-1000")
         os.write(stderr, f"{text}\n".encode())
-        return _spawn(["/bin/sh", "-c", f"exit {code}"], {"cwd": "/", **streams})
+        try:
+            return _spawn(["/bin/sh", "-c", f"exit {code}"], {"cwd": "/", **streams})
+        except FileNotFoundError:
+            raise LookupError("the image has no shell, and a place needs /bin/sh") from None
 
     def _protect(self, score: str) -> None:
         if self._score >= 0:

@@ -375,6 +375,34 @@ def test_failures_name_task_and_phase_and_are_never_rewards(where, tmp_path):
     assert "failed 2 times, at last with code 4: sick" in text
 
 
+def test_places_that_die_and_images_without_a_shell_are_named(where, tmp_path):
+    remove = "import os; os.remove('/bin/sh')"
+    dockerfile = (
+        f'ARG BASE_IMAGE=python:3\nFROM ${{BASE_IMAGE}}\nWORKDIR /app\nRUN python3 -c "{remove}"\n'
+    )
+    task = write_task(tmp_path / "shell-less", {"environment/Dockerfile": dockerfile})
+    with pytest.raises(SandboxError, match=r"^tests/shell-less, (start|command): .*no shell"):
+        play(task, bash("true"), "done", **where)
+
+    async def dying():
+        env = HarborEnv(str(write_task(tmp_path / "dying")), heldout=0, **where)
+        try:
+            await env.areset(seed=0, options={"split": "train", "index": 0})
+            await env.astep(bash("true"))
+            place = env._agent_place.place
+            if where["places"] == "docker":
+                await place._call(place._container.kill)
+            else:
+                place._server._process.kill()
+            await asyncio.sleep(0.5)
+            with pytest.raises(SandboxError, match=r"^tests/dying, command: "):
+                await env.astep(bash("true"))
+        finally:
+            await env.aclose()
+
+    asyncio.run(asyncio.wait_for(dying(), 120))
+
+
 def test_a_cancelled_episode_leaves_no_place(tmp_path):
     from areal_gym.places.docker_places import LABEL, DockerPlaces
     from areal_gym.sandbox.containers import connect
