@@ -40,7 +40,7 @@ class _Output:
 
 
 class EngineCommands:
-    """As `Commands`; `control` runs short calls to the engine, `waiting` waits for commands."""
+    """Runs commands as `Commands` does; `control` makes short calls to the engine, `waiting` waits."""
 
     def __init__(
         self, container: Any, *, control: ThreadPoolExecutor, waiting: ThreadPoolExecutor
