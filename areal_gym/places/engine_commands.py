@@ -40,7 +40,7 @@ class _Output:
 
 
 class EngineCommands:
-    """Runs commands as `Commands` does; `control` makes short calls to the engine, `waiting` waits."""
+    """Runs commands as `Commands` does; `control` makes short calls, and `waiting` waits."""
 
     def __init__(
         self, container: Any, *, control: ThreadPoolExecutor, waiting: ThreadPoolExecutor
