@@ -25,7 +25,13 @@ def saved(directory, tokenizer_dir, name, seed):
     return policy, directory
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])  # dense, not tied; experts, fused in ours
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen2", marks=pytest.mark.long),  # dense, not tied
+        "qwen3_moe",  # experts, fused in ours
+    ],
+)
 def test_server_computes_what_the_trainer_publishes(name, policies, tmp_path):
     old, directory = saved(tmp_path / "old", policies[0], name, seed=0)
     new, _ = saved(tmp_path / "new", policies[0], name, seed=1)

@@ -98,7 +98,10 @@ def test_schedule_and_groups_reach_the_update():
     assert float(moved.mean()) == pytest.approx(0.5e-2, rel=1e-2)
 
 
-@pytest.mark.parametrize(("num_ranks", "others"), [(1, (1, 3)), (2, (2, 1))])
+@pytest.mark.parametrize(
+    ("num_ranks", "others"),
+    [pytest.param(1, (1, 3), marks=pytest.mark.long), (2, (2, 1))],
+)
 def test_checkpoint_continues_under_any_number_of_ranks(num_ranks, others, tmp_path):
     config = TrainerConfig(optimizer="adamw_8bit", lr=1e-2, num_ranks=num_ranks)
     first = trainer_of(wide_checkpoint(tmp_path / "start"), config)

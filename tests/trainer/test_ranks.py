@@ -107,7 +107,11 @@ def test_critic_and_reference_are_sharded(tiny_policy):
 
 @pytest.mark.parametrize(
     ("num_ranks", "others", "settings"),
-    [(1, [3], {}), (2, [1, 3], {"algorithm": "ppo"})],  # of the critic's head, one rank has nothing
+    [
+        (1, [3], {}),
+        # Of the critic's head, one rank has nothing.
+        pytest.param(2, [1, 3], {"algorithm": "ppo"}, marks=pytest.mark.long),
+    ],
 )
 def test_checkpoint_resumes_with_another_number_of_ranks(num_ranks, others, settings, tmp_path):
     config = TrainerConfig(lr=1e-2, num_ranks=num_ranks, **settings)
