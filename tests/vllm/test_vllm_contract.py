@@ -30,7 +30,7 @@ def test_vllm_keeps_the_contract(kind, server, policies, rule, interrupt):
 
 
 @NEEDS_REAL
-@pytest.mark.slow
+@pytest.mark.long
 def test_real_vllm_with_pictures_keeps_the_contract(tmp_path):
     require_torchvision(VENV)
     pair = policies_of("qwen3_vl", tmp_path)
