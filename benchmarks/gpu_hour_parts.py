@@ -88,7 +88,7 @@ def make_model(job: Job) -> Rows:
     from transformers import Qwen3Config
 
     from areal_gym.models.hf.hf_loading import build_policy
-    from areal_gym.warm_start.starter_policy import build_tokenizer, save_tokenizer
+    from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
 
     if job.model is None:
         sizes = TOY if job.is_toy else QWEN3_06B

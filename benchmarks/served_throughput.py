@@ -42,7 +42,7 @@ from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.utils.garbage import relax_garbage_collection
-from areal_gym.warm_start.starter_policy import build_tokenizer, save_tokenizer
+from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
 
 CONTEXT = 512
 PROMPT_TOKENS = 64

@@ -77,7 +77,7 @@ def tiny_policy(tmp_path_factory):
     from areal_gym.models.tiny.checkpoint_files import save_checkpoint
     from areal_gym.models.tiny.decoder import build_decoder
     from areal_gym.models.tiny.decoder_config import DecoderConfig
-    from areal_gym.warm_start.starter_policy import build_tokenizer, save_tokenizer
+    from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
 
     home = tmp_path_factory.mktemp("tiny")
     template = resources.files("areal_gym.warm_start").joinpath("chat_template.jinja").read_text()

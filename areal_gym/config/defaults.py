@@ -23,7 +23,7 @@ RENAMED = {"expert_ranks": "parallel.expert"}
 
 STARTER_DEFAULTS: Mapping[str, Any] = {
     "engine": {"max_context": 256},
-    "trainer": {"optimizer": "muon", "lr": 3e-4, "muon_lr": 3e-3},
+    "trainer": {"optimizer": "muon", "lr": 3e-4, "muon_lr": 3e-3, "vision": "full"},
     "steps": 60,
 }
 """Suits the small policy that `engine.model=starter` builds; `load_config` applies it."""

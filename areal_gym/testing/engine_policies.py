@@ -67,7 +67,7 @@ def tiny_policies(directory: Path, *, max_context: int = 512) -> EnginePolicies:
     import torch
 
     from areal_gym.models.tiny import DecoderConfig, build_decoder, save_checkpoint
-    from areal_gym.warm_start.starter_policy import build_tokenizer, save_tokenizer
+    from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
 
     tokenizer = build_tokenizer(["Make 17 from 3, 4 and 5."], vocab_size=320)
     tokenizer_dir = directory / "tokenizer"

@@ -4,9 +4,9 @@
 
 The learning rate is held until the policy copies exactly (an expression into a call, a result into
 an answer) on nine probes of ten, because the step at which copying appears depends on the seed;
-then it decays. Imitation is supervised fine-tuning (`Sft`). The result
-is a Hugging Face checkpoint, cached under a key of everything that made it, so that the second run
-starts at once.
+then it decays. Imitation is supervised fine-tuning (`Sft`). Environments with pictures get a policy
+that sees (`vision_starter`). The result is a Hugging Face checkpoint, cached under a key of
+everything that made it, so that the second run starts at once.
 """
 
 from __future__ import annotations
@@ -18,32 +18,46 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from areal_gym.chat import Renderer
 from areal_gym.config import TrainerConfig
 from areal_gym.engines.scripted import ByteTokenizer
 from areal_gym.envs.base import TextEnv
+from areal_gym.images import use_image_store
+from areal_gym.models.policy_model import PolicyModel
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.models.tiny.decoder import Decoder, build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
-from areal_gym.trainer.batch.examples import Example, TokenRow
+from areal_gym.trainer.batch.examples import Example
 from areal_gym.trainer.objectives.supervised import Sft, Supervised
-from areal_gym.types import content_hash
+from areal_gym.types import Content, Message, content_hash, images_of
 from areal_gym.utils.cache import cache_directory, readable_cache_errors
+from areal_gym.warm_start.demonstration_rows import demonstrated_row
 from areal_gym.warm_start.demonstrations import (
     Demonstration,
     demonstrate,
     demonstrators_for,
     perfect_demonstration,
+)
+from areal_gym.warm_start.starter_tokenizer import (
+    build_tokenizer,
+    save_tokenizer,
+    starter_template,
+)
+from areal_gym.warm_start.vision_starter import (
+    VISION_TOKENS,
+    VisionRecipe,
+    build_vision_policy,
+    imitate_gold,
+    write_image_settings,
 )
 
 
@@ -102,7 +116,7 @@ def prepare_starter(
     *,
     env_key: str,
     seed: int,
-    recipe: Recipe | None = None,
+    recipe: Recipe | VisionRecipe | None = None,
     on_progress: Progress | None = None,
 ) -> StarterPolicy:
     """Return the starter policy for an environment, from the cache or newly made.
@@ -111,28 +125,27 @@ def prepare_starter(
     the demonstrations and their order. An environment without demonstrators is a UsageError, a
     cache that cannot be written a TrainError.
     """
-    recipe = recipe or Recipe()
+    demonstrators_for(env)
+    if recipe is None:
+        recipe = VisionRecipe() if shows_pictures(env) else Recipe()
     key = _cache_key(recipe, env_key, seed)
     directory = cache_directory() / "starter" / key
     facts_file = directory / "warm_start.json"
     if facts_file.exists():
         facts = json.loads(facts_file.read_text())
         return StarterPolicy(directory=directory, facts=facts, is_cached=True)
-    demonstrators_for(env)
     start_s = time.perf_counter()
     with readable_cache_errors():
         directory.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=directory.parent))
     try:
-        tokenizer = _make_tokenizer(env, recipe, draft)
-        renderer = Renderer.from_checkpoint(draft)
-        decoder = build_decoder(_decoder_config(recipe, tokenizer), seed=seed)
-        encode = partial(_example, tokenizer, renderer)
-        facts = _imitate(decoder, env, encode, recipe, seed, on_progress)
+        # The run keeps none of the pictures that are drawn here.
+        with use_image_store(draft / "images"):
+            policy, facts = _make(env, recipe, draft, seed, on_progress)
         facts["warm_start_s"] = round(time.perf_counter() - start_s, 2)
-        facts["num_parameters"] = sum(p.numel() for p in decoder.parameters())
+        facts["num_parameters"] = sum(p.numel() for p in policy.parameters())
         save_checkpoint(
-            decoder,
+            policy,
             directory,
             tokenizer_dir=draft,
             extra_files={"warm_start.json": (json.dumps(facts, indent=2) + "\n").encode()},
@@ -142,102 +155,66 @@ def prepare_starter(
     return StarterPolicy(directory=directory, facts=facts, is_cached=False)
 
 
-# ---- tokenizer -------------------------------------------------------------------------------
-
-END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CONTROL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-"""Tokens that are never part of a shown text."""
-TAG_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Tokens with single ids that are text: the policy writes them and environments read them."""
-SPECIAL_TOKENS = CONTROL_TOKENS + TAG_TOKENS
+def shows_pictures(env: TextEnv) -> bool:
+    """Return whether the environment's first messages have pictures."""
+    env.reset(seed=0)
+    return any(images_of(message["content"]) for message in env.messages)
 
 
-def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE on `texts`, whole rendered dialogues, and on nothing else.
-
-    Digits and operators are tokens of their own, so that numbers are copied digit by digit; the
-    boiler-plate of a tool call merges into a few tokens.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"[0-9+\-*/]"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=20,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in CONTROL_TOKENS])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAG_TOKENS])
-    return tokenizer
+def _make(
+    env: TextEnv,
+    recipe: Recipe | VisionRecipe,
+    draft: Path,
+    seed: int,
+    on_progress: Progress | None,
+) -> tuple[PolicyModel, dict[str, Any]]:
+    tokenizer = _make_tokenizer(env, recipe, draft)
+    if isinstance(recipe, VisionRecipe):
+        write_image_settings(draft, recipe)
+        policy = build_vision_policy(draft, recipe, tokenizer, seed=seed)
+        encode = partial(demonstrated_row, tokenizer, Renderer.from_checkpoint(draft))
+        return policy, imitate_gold(policy, env, encode, recipe, seed, on_progress)
+    decoder = build_decoder(_decoder_config(recipe, tokenizer), seed=seed)
+    encode = partial(demonstrated_row, tokenizer, Renderer.from_checkpoint(draft))
+    return decoder, _imitate(decoder, env, encode, recipe, seed, on_progress)
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_context: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and the chat template into `directory`."""
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": IM_END,
-        "pad_token": END_OF_TEXT,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_context,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (directory / "chat_template.jinja").write_text(_template())
+_PICTURE = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
-def _template() -> str:
-    return resources.files("areal_gym.warm_start").joinpath("chat_template.jinja").read_text()
-
-
-def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
+def _make_tokenizer(env: TextEnv, recipe: Recipe | VisionRecipe, directory: Path) -> Tokenizer:
     as_bytes = ByteTokenizer()
-    renderer = Renderer(as_bytes, _template())
+    renderer = Renderer(as_bytes, starter_template())
     rng = random.Random(0)  # one tokenizer for all seeds of a recipe
 
     def text_of(shown: Demonstration) -> str:
         schemas = [tool.schema() for tool in shown.tools]
-        ids = list(renderer.first_ids(shown.first_messages, schemas))
+        ids = list(renderer.first_ids(_without_pictures(shown.first_messages), schemas))
         for turn, text in enumerate(shown.texts):
             ids += as_bytes.encode(text)
             replies = shown.replies[turn] if turn < len(shown.replies) else ()
-            ids += renderer.bridge_ids(-1, replies)
+            ids += renderer.bridge_ids(-1, _without_pictures(replies))
         return as_bytes.decode(ids)
 
     texts = [text_of(demonstrate(env, rng)) for _ in range(recipe.num_tokenizer_texts)]
-    tokenizer = build_tokenizer(texts, vocab_size=recipe.vocab_size)
+    tokenizer = build_tokenizer(
+        (piece for text in texts for piece in text.split(_PICTURE)),
+        vocab_size=recipe.vocab_size,
+        more_control_tokens=VISION_TOKENS if isinstance(recipe, VisionRecipe) else (),
+    )
     save_tokenizer(tokenizer, directory, max_context=recipe.max_context)
     return tokenizer
 
 
-def _example(
-    tokenizer: Tokenizer, renderer: Renderer, shown: Demonstration, *, skips_first: bool = False
-) -> Example:
-    """Return token ids of a demonstration, and the mask of those that the demonstrator wrote.
+def _without_pictures(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with a mark in place of each picture, where no token goes across."""
+    return [{**message, "content": _marked(message["content"])} for message in messages]
 
-    `skips_first` leaves out the first token of each turn: what kind of turn to write is the
-    demonstrator's choice, and no measure of skill.
-    """
-    end = renderer.end_of_turn_id
-    schemas = [tool.schema() for tool in shown.tools]
-    ids = list(renderer.first_ids(shown.first_messages, schemas))
-    mask = [False] * len(ids)
-    for turn, text in enumerate(shown.texts):
-        written = [*tokenizer.encode(text, add_special_tokens=False).ids, end]
-        ids += written
-        mask += [not skips_first] + [True] * (len(written) - 1)
-        if turn < len(shown.replies):
-            bridge = renderer.bridge_ids(end, shown.replies[turn])
-            ids += bridge
-            mask += [False] * len(bridge)
-    return (TokenRow(token_ids=tuple(ids), mask=tuple(mask)),)
+
+def _marked(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else _PICTURE for part in content)
 
 
 # ---- imitation -------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def make_policy(directory: Path) -> Path:
     from areal_gym.models.tiny.checkpoint_files import save_checkpoint
     from areal_gym.models.tiny.decoder import build_decoder
     from areal_gym.models.tiny.decoder_config import DecoderConfig
-    from areal_gym.warm_start.starter_policy import build_tokenizer, save_tokenizer
+    from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
 
     template = resources.files("areal_gym.warm_start").joinpath("chat_template.jinja").read_text()
     tokenizer = build_tokenizer(["Make 17 from 3, 4 and 5.", template], vocab_size=320)

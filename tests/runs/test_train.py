@@ -22,7 +22,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import TrainedFile
 from areal_gym.runs.evaluation import evaluate
 from areal_gym.runs.train import train
-from areal_gym.warm_start.starter_policy import build_tokenizer, save_tokenizer
+from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
 
 SMALL = [
     "rollout.group_size=4",

@@ -27,6 +27,7 @@ from areal_gym.utils.files import read_json
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "generation_config.json", "vocab.json", "merges.txt"),
+    *("preprocessor_config.json", "processor_config.json"),
 )
 """Files that `save_checkpoint` copies from `tokenizer_dir`, if they exist."""
 
@@ -151,7 +152,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def save_checkpoint(
-    decoder: Decoder,
+    policy: PolicyModel,
     path: Path | str,
     *,
     tokenizer_dir: Path | str | None = None,
@@ -166,8 +167,7 @@ def save_checkpoint(
         TrainError: the disk is full or cannot be written; nothing half-written is left.
     """
     with fresh_directory(Path(path)) as fresh:
-        weights = decoder.named_parameters()
-        write_checkpoint(decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
+        write_checkpoint(policy, policy.published(), fresh, tokenizer_dir=tokenizer_dir)
         for name, content in (extra_files or {}).items():
             write_file(fresh / name, content)
     return Path(path)
