@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.errors import ConfigError, EngineError
+from areal_gym.message_types import ImageRef
 
 _POLL_S = 0.0005
 
@@ -26,8 +27,11 @@ class TogetherEngine(Engine, Protocol):
         """Sample all of these turns, in one batch from the first step on."""
 
 
-_Turn = tuple[Sequence[int], SamplingParams, str]
-"""The ids of a prompt, how to sample, and the session."""
+_Turn = (
+    tuple[Sequence[int], SamplingParams, str]
+    | tuple[Sequence[int], SamplingParams, str, Sequence[ImageRef]]
+)
+"""The ids of a prompt, how to sample, the session, and the pictures if there are any."""
 
 
 class Lockstep:
@@ -59,15 +63,26 @@ class Lockstep:
         """The most tokens of a prompt and its answer."""
         return self._engine.max_context
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the engine's policy sees pictures."""
+        return bool(getattr(self._engine, "takes_images", False))
+
     async def start(self) -> None:
         """Do nothing: the engine behind it has been started."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageRef] = (),
     ) -> Generation:
         """Wait until all episodes in flight wait, and sample; raise EngineError if that fails."""
         generation: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting[generation] = prompt_ids, params, session or ""
+        turn = prompt_ids, params, session or ""
+        self._waiting[generation] = (*turn, images) if images else turn
         if self._waves is None or self._waves.done():
             self._waves = asyncio.create_task(self._sample_waves())
         try:

@@ -101,6 +101,12 @@ def _starter(config: RunConfig, parts: Components, display: Display) -> tuple[Pa
         how = f"from the cache ({starter.directory})"
         facts["warm_start_s"] = 0.0
     display.say(f"warm start: {how}")
+    if "guessing" in facts:
+        display.say(
+            f"  its likeliest answers are right in {facts['skill']:.0%} of unseen tasks; sampled ones "
+            f"earn {facts['expected_reward']:.2f}, guesses without pictures {facts['guessing']:.2f}"
+        )
+        return starter.directory, facts
     shown = ", ".join(
         f"{name} {d['accuracy']:.2f} (x{d['share']:.2f})"
         for name, d in facts["demonstrators"].items()

@@ -98,14 +98,19 @@ class StarterPolicy:
     directory: Path
     """The checkpoint's directory, in Hugging Face's layout."""
     facts: dict[str, Any]
-    """warm_start_s, num_steps, skill, demonstrators (accuracy and share of each)."""
+    """warm_start_s, num_steps, skill, demonstrators (accuracy and share of each); for
+    policies that see, also the `expected_reward` of sampled answers, and that of `guessing`."""
     is_cached: bool
 
     @property
-    def best_demonstrator(self) -> float:
-        """The accuracy of the best imitated demonstrator."""
-        return max(float(d["accuracy"]) for d in self.facts["demonstrators"].values())
+    def best_demonstrator(self) -> float | None:
+        """The accuracy of the best imitated demonstrator; None if imitation ended early."""
+        demonstrators = self.facts["demonstrators"].values()
+        return max((float(d["accuracy"]) for d in demonstrators), default=None)
 
+
+_NUM_LOOKED_AT = 8
+"""Tasks of which one shows whether there are pictures: a mix has tasks of several kinds."""
 
 Progress = Callable[[int, int, str], None]
 """A callback that gets (steps done, maximum steps, metrics so far)."""
@@ -125,19 +130,20 @@ def prepare_starter(
     the demonstrations and their order. An environment without demonstrators is a UsageError, a
     cache that cannot be written a TrainError.
     """
+    recipes = (Recipe(), VisionRecipe()) if recipe is None else (recipe,)
+    for each in recipes:
+        directory = _cached_directory(each, env_key, seed)
+        facts_file = directory / "warm_start.json"
+        if facts_file.exists():
+            facts = json.loads(facts_file.read_text())
+            return StarterPolicy(directory=directory, facts=facts, is_cached=True)
     demonstrators_for(env)
-    if recipe is None:
-        recipe = VisionRecipe() if shows_pictures(env) else Recipe()
-    key = _cache_key(recipe, env_key, seed)
-    directory = cache_directory() / "starter" / key
-    facts_file = directory / "warm_start.json"
-    if facts_file.exists():
-        facts = json.loads(facts_file.read_text())
-        return StarterPolicy(directory=directory, facts=facts, is_cached=True)
+    recipe = recipes[-1] if shows_pictures(env) else recipes[0]
+    directory = _cached_directory(recipe, env_key, seed)
     start_s = time.perf_counter()
     with readable_cache_errors():
         directory.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=directory.parent))
+        draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         # The run keeps none of the pictures that are drawn here.
         with use_image_store(draft / "images"):
@@ -156,9 +162,12 @@ def prepare_starter(
 
 
 def shows_pictures(env: TextEnv) -> bool:
-    """Return whether the environment's first messages have pictures."""
-    env.reset(seed=0)
-    return any(images_of(message["content"]) for message in env.messages)
+    """Return whether first messages of the environment have pictures."""
+    for seed in range(1 if env.suspends else _NUM_LOOKED_AT):
+        _, info = env.reset(seed=seed)
+        if any(images_of(message["content"]) for message in info["messages"]):
+            return True
+    return False
 
 
 def _make(
@@ -305,7 +314,11 @@ _TRAINER_FILES = (
 starts."""
 
 
-def _cache_key(recipe: Recipe, env_key: str, seed: int) -> str:
+def _cached_directory(recipe: Recipe | VisionRecipe, env_key: str, seed: int) -> Path:
+    return cache_directory() / "starter" / _cache_key(recipe, env_key, seed)
+
+
+def _cache_key(recipe: Recipe | VisionRecipe, env_key: str, seed: int) -> str:
     """Return a hash of recipe, environment, seed, torch, processor and source files."""
     package = Path(__file__).parent.parent
     files = [

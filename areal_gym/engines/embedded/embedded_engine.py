@@ -194,9 +194,15 @@ class EmbeddedEngine:
                 yield piece
 
     async def generate_together(
-        self, turns: Sequence[tuple[Sequence[int], SamplingParams, str]]
+        self,
+        turns: Sequence[
+            tuple[Sequence[int], SamplingParams, str]
+            | tuple[Sequence[int], SamplingParams, str, Sequence[ImageRef]]
+        ],
     ) -> list[Generation]:
         """Sample all of these turns, in one batch from the first step on.
+
+        A turn is a prompt, how to sample, the session, and the pictures if there are any.
 
         The results do not depend on timing: the same turns in the same order give the same
         numbers, to the last bit.
