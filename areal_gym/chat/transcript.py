@@ -17,6 +17,7 @@ from areal_gym.chat.renderer import Renderer
 from areal_gym.chat.template import BREAK, ToolSchemas
 from areal_gym.chat.tool_call_formats import END_THINK, THINK
 from areal_gym.errors import ConfigError, DataError
+from areal_gym.message_types import ImageRef
 from areal_gym.types import Message
 
 
@@ -29,6 +30,8 @@ class Transcript:
     """True on the assistant's tokens, ends of its turns included."""
     num_prompt: int
     """Number of tokens before the assistant's first."""
+    images: tuple[ImageRef, ...] = ()
+    """The pictures among the tokens."""
 
 
 def transcribe(
@@ -46,6 +49,7 @@ def transcribe(
     transcripts: list[Transcript] = []
     ids: list[int] = []
     mask: list[bool] = []
+    images: tuple[ImageRef, ...] = ()
     num_prompt = 0
     new: list[Message] = []
     for place, message in enumerate(messages):
@@ -65,14 +69,15 @@ def transcribe(
         dialogue.answer(prompt, sampled)
         if not prompt.num_kept:
             if ids:
-                transcripts.append(_transcript(ids, mask, num_prompt))
+                transcripts.append(_transcript(ids, mask, num_prompt, images))
             ids, mask, num_prompt = [], [], len(prompt.token_ids)
         ids += (*prompt.added, *sampled)
         mask += [False] * len(prompt.added) + [True] * len(sampled)
+        images = prompt.images
         new = []
     if not ids:
         raise DataError("the assistant says nothing in it: there is nothing to learn")
-    return [*transcripts, _transcript(ids, mask, num_prompt)]
+    return [*transcripts, _transcript(ids, mask, num_prompt, images)]
 
 
 def sampled_text(renderer: Renderer, message: Message) -> str:
@@ -116,5 +121,7 @@ def closing_ids(renderer: Renderer) -> tuple[int, ...]:
     return tuple(renderer.encode(text[renderer.last_end(text) :])[1:])
 
 
-def _transcript(ids: list[int], mask: list[bool], num_prompt: int) -> Transcript:
-    return Transcript(token_ids=tuple(ids), mask=tuple(mask), num_prompt=num_prompt)
+def _transcript(
+    ids: list[int], mask: list[bool], num_prompt: int, images: tuple[ImageRef, ...]
+) -> Transcript:
+    return Transcript(token_ids=tuple(ids), mask=tuple(mask), num_prompt=num_prompt, images=images)

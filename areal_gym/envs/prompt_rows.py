@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from areal_gym.envs.row_images import hashes, image_column, read_images, with_images
 from areal_gym.errors import DataError, choices
+from areal_gym.images.row_images import hashes, image_column, read_images, with_images
 from areal_gym.rewards.base import SAMPLE_NAMES
 from areal_gym.tasks import Draft, SourceRow, key_of_text
 from areal_gym.types import Message, readable

@@ -103,8 +103,8 @@ def _starter(config: RunConfig, parts: Components, display: Display) -> tuple[Pa
     display.say(f"warm start: {how}")
     if "guessing" in facts:
         display.say(
-            f"  its likeliest answers are right in {facts['skill']:.0%} of unseen tasks; sampled ones "
-            f"earn {facts['expected_reward']:.2f}, guesses without pictures {facts['guessing']:.2f}"
+            f"  its likeliest answers are right in {facts['skill']:.0%} of unseen tasks; sampled "
+            f"ones earn {facts['expected_reward']:.2f}, blind guesses {facts['guessing']:.2f}"
         )
         return starter.directory, facts
     shown = ", ".join(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer
-
 from areal_gym.chat import Renderer
 from areal_gym.trainer.batch.examples import Example, TokenRow
 from areal_gym.warm_start.demonstrations import Demonstration
 
 
 def demonstrated_row(
-    tokenizer: Tokenizer, renderer: Renderer, shown: Demonstration, *, skips_first: bool = False
+    renderer: Renderer, shown: Demonstration, *, skips_first: bool = False
 ) -> Example:
     """Return token ids of a demonstration, and the mask of those that the demonstrator wrote.
 
@@ -23,7 +21,7 @@ def demonstrated_row(
     ids, images = list(first.token_ids), list(first.images)
     mask = [False] * len(ids)
     for turn, text in enumerate(shown.texts):
-        written = [*tokenizer.encode(text, add_special_tokens=False).ids, end]
+        written = [*renderer.tokenizer.encode(text), end]
         ids += written
         mask += [not skips_first] + [True] * (len(written) - 1)
         if turn < len(shown.replies):

@@ -181,10 +181,10 @@ def _make(
     if isinstance(recipe, VisionRecipe):
         write_image_settings(draft, recipe)
         policy = build_vision_policy(draft, recipe, tokenizer, seed=seed)
-        encode = partial(demonstrated_row, tokenizer, Renderer.from_checkpoint(draft))
+        encode = partial(demonstrated_row, Renderer.from_checkpoint(draft))
         return policy, imitate_gold(policy, env, encode, recipe, seed, on_progress)
     decoder = build_decoder(_decoder_config(recipe, tokenizer), seed=seed)
-    encode = partial(demonstrated_row, tokenizer, Renderer.from_checkpoint(draft))
+    encode = partial(demonstrated_row, Renderer.from_checkpoint(draft))
     return decoder, _imitate(decoder, env, encode, recipe, seed, on_progress)
 
 

@@ -45,6 +45,7 @@ def enter(directory, patch):
     patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # activated
     recipe = functools.partial(starter_policy.Recipe, **tables.WARM_START)
     patch.setattr(starter_policy, "Recipe", recipe)
+    patch.setattr(starter_policy, "VisionRecipe", tables.VisionWarmStart)
     patch.setattr(webbrowser, "open", lambda url: True)
 
 

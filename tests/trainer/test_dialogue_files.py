@@ -7,6 +7,7 @@ import pytest
 from areal_gym.chat import Renderer
 from areal_gym.errors import DataError, NothingToDoError
 from areal_gym.trainer.batch.dialogue_files import encode, read_file
+from tests._support import tiny_vision
 
 ASKED = {"role": "user", "content": "2+2?"}
 SAID = {"role": "assistant", "content": "4"}
@@ -140,3 +141,44 @@ def test_missing_and_empty_files_are_refused(tmp_path):
         read_file(tmp_path / "nothing.jsonl", is_preference=False)
     with pytest.raises(NothingToDoError, match="no rows"):
         read_file(file_of(tmp_path, "", ""), is_preference=False)
+
+
+def test_dialogues_with_pictures_become_rows_with_their_places(tmp_path):
+    tiny_vision.save_files("qwen3_vl", tmp_path / "policy")
+    seeing = Renderer.from_checkpoint(tmp_path / "policy")
+    pictures = [tmp_path / "a.png", tmp_path / "b.png"]
+    for seed, picture in enumerate(pictures):
+        tiny_vision.picture(seed).save(picture)
+    answer = {"role": "assistant", "content": "2"}
+    marked = [{"role": "user", "content": "Now <image> and then <image>?"}, answer]
+    parts = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+    rows = [
+        {"messages": marked, "images": ["a.png", "b.png"]},
+        {"messages": [{"role": "user", "content": parts}, answer], "image": "a.png"},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    examples = encode(read_file(file, is_preference=False), seeing, max_context=512).examples
+    (two,), (one,) = examples
+    assert [len(row.images) for row in (two, one)] == [2, 1]
+    assert one.images[0].sha256 == two.images[0].sha256 != two.images[1].sha256
+    pad = seeing.vision.placeholder_id
+    for row in (two, one):
+        for image in row.images:
+            assert set(row.token_ids[image.start : image.start + image.length]) == {pad}
+        assert row.token_ids.count(pad) == sum(image.length for image in row.images)
+        assert sum(row.mask) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "places of pictures"),
+        ({"messages": "<image>?", "images": ["none.png"]}, "picture 1"),
+    ],
+)
+def test_rows_whose_pictures_are_missing_are_reported(tmp_path, row, complaint):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    with pytest.raises(DataError, match=f"line 1.*({complaint})"):
+        read_file(file, is_preference=False)

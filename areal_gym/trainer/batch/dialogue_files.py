@@ -6,7 +6,8 @@
 
 Messages are OpenAI's: calls of tools with their arguments as an object or as JSON text, answers of
 tools with role "tool". `chosen`, `rejected` and `completion` are a text, a message or a list of
-messages; `prompt` (a text, or messages) may stand for `messages` beside them. All may have `tools`.
+messages; `prompt` (a text, or messages) may stand for `messages` beside them. All may have `tools`,
+and a column `images` for the messages, as in `areal_gym.images.row_images`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from areal_gym.chat import Renderer, transcribe
 from areal_gym.chat.template import ToolSchemas
 from areal_gym.chat.transcript import closing_ids
 from areal_gym.errors import DataError, NothingToDoError, did_you_mean
+from areal_gym.images.row_images import has_empty_part, image_column, read_images, with_images
 from areal_gym.trainer.batch.examples import Example, TokenRow
 from areal_gym.types import Message, ToolCall
 from areal_gym.utils.files import path_hints
@@ -101,10 +103,12 @@ def read_file(path: Path, *, is_preference: bool, is_labelled: bool = False) -> 
                 raise DataError(f"{where}: label is {label!r:.80}; true or false is needed")
             parts = {"messages": start, "completion": "completion"}
             sides = {key: _messages(row, name, where) for key, name in parts.items()}
+            sides["messages"] = _with_pictures(sides["messages"], row, path.parent, where)
             items.append(Labelled(**sides, is_desirable=label, tools=tools, where=where))
         elif is_preference or is_labelled:
             names = {"messages": start, "chosen": "chosen", "rejected": "rejected"}
             sides = {key: _messages(row, name, where) for key, name in names.items()}
+            sides["messages"] = _with_pictures(sides["messages"], row, path.parent, where)
             pair = Preference(**sides, tools=tools, where=where)
             items += labelled(pair) if is_labelled else [pair]
         elif "chosen" in row:
@@ -114,6 +118,7 @@ def read_file(path: Path, *, is_preference: bool, is_labelled: bool = False) -> 
             )
         else:
             messages = _messages(row, "messages", where)
+            messages = _with_pictures(messages, row, path.parent, where)
             items.append(Written(messages=messages, tools=tools, where=where))
     if not items:
         raise NothingToDoError(f"{path} has no rows")
@@ -148,7 +153,10 @@ def encode(
                 encoded = [(replace(row, is_desirable=item.is_desirable),)]
             else:
                 branches = transcribe(renderer, item.messages, item.tools)
-                encoded = [(TokenRow(token_ids=b.token_ids, mask=b.mask),) for b in branches]
+                encoded = [
+                    (TokenRow(token_ids=b.token_ids, mask=b.mask, images=b.images),)
+                    for b in branches
+                ]
         except DataError as error:
             raise DataError(f"{item.where}: {error}", hints=error.hints) from None
         for example in encoded:
@@ -187,6 +195,7 @@ def _continued(
         token_ids=row.token_ids + tail,
         mask=row.mask + (False,) * len(tail),
         num_shared=row.num_prompt,
+        images=row.images,
     )
 
 
@@ -196,12 +205,13 @@ def _with_other_answers(rows: Sequence[TokenRow], max_context: int) -> list[Exam
     for i, row in enumerate(rows):
         prompt = row.token_ids[: row.num_shared]
         later = (rows[(i + k) % len(rows)] for k in range(1, len(rows) + 1))
-        other = next((o for o in later if o.token_ids[: o.num_shared] != prompt), row)
+        other = next((o for o in later if o.prompt != row.prompt), row)
         answer, mask = other.token_ids[other.num_shared :], other.mask[other.num_shared :]
         mismatched = TokenRow(
             token_ids=(*prompt, *answer)[:max_context],
             mask=((False,) * len(prompt) + tuple(mask))[:max_context],
             num_shared=row.num_shared,
+            images=tuple(image for image in row.images if image.start < row.num_shared),
         )
         examples.append((row, mismatched))
     return examples
@@ -253,8 +263,13 @@ def _message(value: Any, where: str) -> Message:
         raise DataError(f"{where}: no role {role!r}", hints=[near])
     if content is None and value.get("tool_calls"):
         content = ""
-    if not isinstance(content, str):
-        raise DataError(f"{where}: content is {content!r:.80}; a text is needed")
+    if isinstance(content, list) and all(map(_is_part, content)):
+        content = [dict(part) for part in content]
+    elif not isinstance(content, str):
+        raise DataError(
+            f"{where}: content is {content!r:.80}; a text is needed, or a list of parts",
+            hints=['parts are {"type": "text", "text": ...} and {"type": "image"}'],
+        )
     message: Message = {"role": role, "content": content}
     if value.get("tool_calls"):
         message["tool_calls"] = [_call(call, where) for call in value["tool_calls"]]
@@ -262,6 +277,27 @@ def _message(value: Any, where: str) -> Message:
         if isinstance(value.get(name), str):
             message[name] = value[name]
     return message
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    is_text = part.get("type") == "text" and isinstance(part.get("text"), str)
+    return is_text or part == {"type": "image"}
+
+
+def _with_pictures(
+    messages: list[Message], row: Mapping[str, Any], folder: Path, where: str
+) -> list[Message]:
+    """Return the messages with the pictures of the row's column at their marks."""
+    column = image_column(row)
+    try:
+        images = [] if column is None else read_images(row[column], folder)
+        if not images and any(has_empty_part(message) for message in messages):
+            raise ValueError("the messages have places of pictures, and the row has no `images`")
+        return with_images(messages, images)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
 def _call(value: Any, where: str) -> ToolCall:

@@ -3,6 +3,10 @@
 Patterns are regular expressions; `test_code_blocks.py` finds rows that nothing uses.
 """
 
+from dataclasses import dataclass
+
+from tests._support.small_vision_starter import SmallVisionRecipe
+
 SUBSTITUTIONS = (
     (r"\bNAME\b", "math"),
     (r"\bRUN --refused", "runs/refused --refused"),
@@ -39,6 +43,16 @@ WARM_START = {
     **{"warmup_steps": 1, "min_hold_steps": 5, "max_hold_steps": 5, "decay_steps": 5},
 }
 """Arguments of `areal_gym.warm_start.starter_policy.Recipe`: 10 batches of 4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionWarmStart(SmallVisionRecipe):
+    """Two batches of 4 for a policy that sees."""
+
+    batch_size: int = 4
+    num_probes: int = 2
+    max_steps: int = 2
+
 
 SAYS_TWO = (
     *("--objective", "sft", "data.file=dialogues.jsonl", "data.batch_size=8", "steps=30"),

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from areal_gym.errors import UsageError
-from areal_gym.images import image_store, read_data_url
+from areal_gym.images.image_store import image_store
+from areal_gym.images.reading import read_data_url
 from areal_gym.message_types import is_content
 from areal_gym.types import Content, ImagePart, Message, TextPart, images_of
 
@@ -64,6 +65,11 @@ def with_images(messages: Sequence[Message], images: Sequence[ImagePart]) -> lis
         raise ValueError(f"the prompt has {num_marks} marks of pictures, the row {len(images)}")
     left = iter(images)
     return [_filled(message, left) for message in messages]
+
+
+def has_empty_part(message: Message) -> bool:
+    """Return whether a message has a part of type "image" without a picture."""
+    return any(_is_mark(part) for part in _parts(message["content"]))
 
 
 def hashes(messages: Sequence[Message]) -> list[str]:
