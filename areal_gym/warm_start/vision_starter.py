@@ -56,13 +56,13 @@ class VisionRecipe:
     max_context: int = 1024
     num_tokenizer_texts: int = 300
     batch_size: int = 32
-    lr: float = 1e-3
-    warmup_steps: int = 50
+    lr: float = 2e-3
+    warmup_steps: int = 20
     min_steps: int = 10
     max_steps: int = 600
     greedy_gate: float = 0.9
     """The share of right likeliest answers at which imitation ends."""
-    sampled_gate: float = 0.5
+    sampled_gate: float = 0.3
     """The place of the expected reward between blind guesses (0) and certainty (1), likewise."""
     num_probes: int = 128
     probe_every: int = 5

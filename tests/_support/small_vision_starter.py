@@ -20,6 +20,4 @@ class SmallVisionRecipe(VisionRecipe):
     num_tokenizer_texts: int = 60
     batch_size: int = 16
     lr: float = 3e-3
-    warmup_steps: int = 20
-    sampled_gate: float = 0.3
     num_probes: int = 64
