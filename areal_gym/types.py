@@ -238,6 +238,8 @@ class Turn:
     env_s: float = 0.0  # wall time of the reply, tools included
     tool_s: float = 0.0  # the part of `env_s` that tools took
     state_key: str | None = None  # the environment's name of the state that the policy acted in
+    role: str | None = None  # who wrote it, in episodes that several roles play
+    is_fixed: bool = False  # whether a policy wrote it that is not trained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,8 +280,8 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """Sum of the turns' rewards."""
-        return sum(turn.reward for turn in self.turns)
+        """Sum of the turns' rewards, but for those of fixed roles."""
+        return sum(turn.reward for turn in self.turns if not turn.is_fixed)
 
     @property
     def reward_parts(self) -> dict[str, float]:
@@ -301,8 +303,9 @@ class Trajectory:
 
     @property
     def num_forks(self) -> int:
-        """The number of times that earlier messages were rewritten."""
-        return self.spans[-1].branch if self.spans else 0
+        """The number of times that earlier messages were rewritten; roles have one branch each."""
+        roles = {self.turns[span.turn].role for span in self.spans if self.turns}
+        return self.spans[-1].branch + 1 - max(1, len(roles)) if self.spans else 0
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -367,7 +370,7 @@ class Trajectory:
 
 def _turn_row(turn: Turn) -> dict[str, Any]:
     row = asdict(turn) | {"finish_reason": str(turn.finish_reason)}
-    return {k: v for k, v in row.items() if k != "state_key" or v is not None}  # most have none
+    return {k: v for k, v in row.items() if v or k not in ("state_key", "role", "is_fixed")}
 
 
 def _span_row(span: TokenSpan, packs_numbers: bool) -> dict[str, Any]:

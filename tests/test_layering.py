@@ -7,13 +7,22 @@ import pytest
 
 from tests._support.package_source import MODULES, source, tree
 
-BASE = {"errors", "types", "version", "utils", "message_types", "images"}
+BASE = {"errors", "types", "version", "utils", "message_types", "images", "episode_roles"}
 COMMON = BASE | {"plugins", "config", "chat"}
 
 FLOORS = (
     (
         "records, errors, helpers without words of reinforcement learning",
-        ("errors", "version", "message_types", "types", "utils", "images", "_moved"),
+        (
+            "errors",
+            "version",
+            "message_types",
+            "types",
+            "episode_roles",
+            "utils",
+            "images",
+            "_moved",
+        ),
     ),
     ("the kinds of plugins and the registry", ("plugins",)),
     ("settings; messages and tokens; templates of plugin packages", ("config", "chat", "scaffold")),
@@ -50,6 +59,7 @@ MAY_IMPORT = {
     "version": set(),
     "message_types": set(),
     "types": {"message_types", "utils"},
+    "episode_roles": {"types"},
     "images": {"errors", "message_types", "types", "utils"},
     "utils": {"errors"},
     "_moved": set(),

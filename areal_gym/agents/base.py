@@ -25,6 +25,12 @@ class PolicyEndpoint(Protocol):
     def base_url(self) -> str:
         """The gateway's URL, with `/v1`."""
 
+    def base_url_of(self, role: str, base_url: str | None = None) -> str:
+        """Return the URL at which one role asks, in an episode that several roles play.
+
+        `base_url` is the one that `listen_at` gave; by default the gateway's.
+        """
+
     @property
     def api_key(self) -> str:
         """The episode's secret. It is worth nothing after the episode."""
@@ -65,6 +71,14 @@ class Episode(Protocol):
     @property
     def tools(self) -> Sequence[Tool]:
         """The environment's tools, in their fixed order."""
+
+    @property
+    def roles(self) -> Sequence[str]:
+        """The roles that the policy plays; empty where it plays alone."""
+
+    @property
+    def role(self) -> str | None:
+        """The role whose turn it is: `ask` and `act` are its own."""
 
     @property
     def is_over(self) -> bool:

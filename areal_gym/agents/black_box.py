@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,7 +45,7 @@ class AgentTask:
     A plain function runs in a thread; it uses `call_tool` and `reply` through `task.wait(...)`.
     """
 
-    def __init__(self, episode: Episode) -> None:
+    def __init__(self, episode: Episode, base_url_of: Callable[[str], str] = str) -> None:
         self.messages: list[dict[str, Any]] = [
             {**message, "content": openai_content(message["content"])}
             for message in episode.first_messages
@@ -52,6 +53,9 @@ class AgentTask:
         """The messages that open the episode, in OpenAI's shape; pictures are `data:` URLs."""
         self.tools: list[dict[str, Any]] = [tool.schema() for tool in episode.tools]
         """The environment's tools, in OpenAI's shape."""
+        self.roles: dict[str, str] = {role: base_url_of(role) for role in episode.roles}
+        """The `base_url` of each role that the policy plays; empty where it plays alone:
+        `client.with_options(base_url=task.roles["seller"])`."""
         self._episode = episode
         self._loop = asyncio.get_running_loop()
 
@@ -67,6 +71,11 @@ class AgentTask:
         A later call is answered by HTTP 400, `episode_over`.
         """
         return self._episode.is_over
+
+    @property
+    def role(self) -> str | None:
+        """The role whose turn it is."""
+        return self._episode.role
 
     async def call_tool(self, call_id: str) -> str:
         """Let the environment run a tool that the policy has called; return the tool's output."""
@@ -103,7 +112,7 @@ class _FunctionAgent:
     async def play(self, episode: Episode) -> None:
         """Let the function play; raises AgentError if what it returns is not an answer."""
         endpoint = await episode.access(max_calls=self._max_calls)
-        task = AgentTask(episode)
+        task = AgentTask(episode, partial(self._role_url, endpoint))
         function = self._function.function
         if inspect.iscoroutinefunction(function):
             client = self._clients.get(lambda: self._make_client(endpoint, is_async=True))
@@ -119,6 +128,10 @@ class _FunctionAgent:
             raise AgentError(
                 f"the function returned {answer!r}; a text, a number or None is an answer"
             )
+
+    def _role_url(self, endpoint: PolicyEndpoint, role: str) -> str:
+        url = endpoint.base_url_of(role)
+        return url if self._client == "OpenAI" else url.removesuffix("/v1")
 
     def _make_client(self, endpoint: PolicyEndpoint, *, is_async: bool) -> Any:
         package = import_module(self._client.lower())

@@ -34,7 +34,8 @@ class ProgramAgent:
     The program gets the variables OPENAI_BASE_URL and OPENAI_API_KEY (ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY, too), the opening text as AREAL_GYM_PROMPT, and on its standard input
     `{"messages": [...], "tools": [...]}` as JSON. It may talk to the environment with its key:
-    `POST $OPENAI_BASE_URL/rl/answer` and `/rl/tool` (docs/agents.md).
+    `POST $OPENAI_BASE_URL/rl/answer` and `/rl/tool` (docs/agents.md). Where the policy plays
+    several roles, AREAL_GYM_ROLES has `{role: base_url}` as JSON (docs/roles.md).
 
     The program runs in a process group of its own, which is killed at the end of the episode.
 
@@ -101,7 +102,7 @@ class ProgramAgent:
                 cwd=self._cwd,
                 env={
                     **os.environ,
-                    **self._variables(endpoint.base_url, endpoint.api_key, messages),
+                    **self._variables(episode, endpoint, endpoint.base_url, messages),
                 },
                 start_new_session=True,
             )
@@ -122,15 +123,22 @@ class ProgramAgent:
         await episode.finish(answer or None)
 
     def _variables(
-        self, base_url: str, api_key: str, messages: Sequence[Mapping[str, Any]]
+        self,
+        episode: Episode,
+        endpoint: PolicyEndpoint,
+        base_url: str,
+        messages: Sequence[Mapping[str, Any]],
     ) -> dict[str, str]:
         prompt = text_of(messages[-1]["content"]).replace("\0", " ")
+        api_key = endpoint.api_key
+        roles = {role: endpoint.base_url_of(role, base_url) for role in episode.roles}
         return {
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": api_key,
             "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": api_key,
             "AREAL_GYM_PROMPT": prompt,
+            **({"AREAL_GYM_ROLES": json.dumps(roles)} if roles else {}),
             **self._env,
         }
 
@@ -150,7 +158,7 @@ class ProgramAgent:
             result = await program.place.run(
                 self._command,
                 cwd=self._cwd or program.workdir,
-                env=self._variables(base_url, endpoint.api_key, messages),
+                env=self._variables(episode, endpoint, base_url, messages),
                 user=program.user,
                 timeout_s=self._timeout_s if program.timeout_s is None else program.timeout_s,
             )

@@ -84,7 +84,8 @@ JSON_KEYS: Mapping[str, tuple[str, str]] = {
         "object",
         "env split task_versions policy_versions temperature num_tasks num_samples num_episodes "
         "num_failed pass@1 pass@1_low pass@1_high pass^1 reward reward_low reward_high "
-        "reward_parts metrics mean_turns mean_policy_tokens stop_reasons errors wall_s by_env",
+        "reward_parts metrics mean_turns mean_policy_tokens stop_reasons errors wall_s by_env "
+        "by_role",
     ),
     "replay RUN": ("object", "num_steps checkpoint max_difference first_difference is_identical"),
 }

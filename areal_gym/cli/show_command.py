@@ -157,6 +157,7 @@ def _sample(entry: Entry) -> dict[str, Any]:
         _, info = env.reset(seed=0)
         return {
             "max_turns": env.max_turns,
+            **({"roles": list(env.roles)} if env.roles else {}),
             "tools": [tool.schema()["function"] for tool in env.tools],
             "sample_task": info["task"],
             "sample_messages": list(info["messages"]),

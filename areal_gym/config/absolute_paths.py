@@ -11,7 +11,8 @@ from typing import Any
 from areal_gym.config.run_config import RunConfig
 
 _WITH_PATHS = {
-    "env": ("kwargs",),
+    "env": ("kwargs", "fixed_roles"),
+    "eval": ("fixed_roles",),
     "agent": ("kwargs",),
     "engine": ("model", "kwargs"),
     "data": ("file", "heldout_file"),

@@ -27,6 +27,9 @@ class EnvConfig(Settings):
     """The environment's id (`areal-gym list envs`), or FILE.py:CLASS."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment's class (see `areal-gym show ENV`)."""
+    fixed_roles: dict[str, str] = Field(default_factory=dict)
+    """Roles that a policy plays which is not trained: "gold" and "noop" are the environment's own,
+    a URL is a chat server, anything else the directory of a checkpoint (docs/roles.md)."""
 
     @property
     def label(self) -> str:
@@ -360,6 +363,8 @@ class EvalConfig(Settings):
     """Training steps between evaluations; 0 evaluates only before and after training."""
     split: str = "test"
     """The split of the held-out tasks (`areal-gym show ENV` lists the splits)."""
+    fixed_roles: dict[str, str] | None = None
+    """The fixed roles of evaluations; null takes those of `env.fixed_roles`."""
 
 
 class ClusterConfig(Settings):

@@ -18,7 +18,6 @@ The observation is the text of the newest message; the messages ride in `info["m
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, cast, final
@@ -39,12 +38,14 @@ from areal_gym.envs.responses import (
     step_result,
     tool_message,
 )
+from areal_gym.envs.role_order import RoleOrder, RolePolicy
 from areal_gym.envs.spaces import TextSpace
+from areal_gym.envs.tool_calls import run_call
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import EnvError, EpisodeError, ToolError, UsageError
+from areal_gym.errors import EnvError, EpisodeError, UsageError
 from areal_gym.places import ProgramPlace
 from areal_gym.tasks.base import SampledTasks, TaskSource, choose_task, given_task
-from areal_gym.types import Message, Task, ToolCall, readable
+from areal_gym.types import Message, Task, readable
 from areal_gym.utils.markup import block, dialogue, pairs, short
 
 __all__ = ["Response", "StepResult", "TextEnv", "ToolResults", "run_on_kept_loop"]
@@ -82,6 +83,12 @@ class TextEnv(gymnasium.Env[str, str]):
     """Set to True if any exception of `respond` or a tool is caused by the policy's output: it then
     earns 0 and a count in `judge_errors`. Failures of the machine stay failures (`judging`)."""
 
+    roles: Sequence[str] = ()
+    """The roles of an episode that several play, each with a dialogue of its own. The first one
+    reads `first_messages`; `Response.role` passes the turn on. Empty: there is one policy."""
+    fixed_roles: Mapping[str, RolePolicy] = {}
+    """Policies of roles that are not trained, by role; set by a run (`env.fixed_roles`)."""
+
     made_by: Callable[[], TextEnv] | None = None
     """Makes another instance like this one; set by `areal_gym.make`."""
 
@@ -97,6 +104,7 @@ class TextEnv(gymnasium.Env[str, str]):
         """Seconds that the latest step spent in tools."""
         self._task: Task | None = None
         self._messages: list[Message] = []
+        self._role_order = RoleOrder()
         self._is_over = True
         self._judging_boundary = JudgingBoundary()
 
@@ -200,8 +208,18 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The dialogue so far."""
+        """All messages so far, of all roles."""
         return self._messages
+
+    @property
+    def role(self) -> str | None:
+        """The role that writes next; None in an environment without roles."""
+        return self._role_order.role
+
+    @property
+    def dialogue(self) -> Sequence[Message]:
+        """The messages that the role which writes next has read and written."""
+        return self._role_order.dialogue
 
     async def call_tools(self, message: Message) -> ToolResults:
         """Run the message's tool calls in order; mistakes become results that explain themselves.
@@ -219,36 +237,14 @@ class TextEnv(gymnasium.Env[str, str]):
         if self.max_tool_calls is not None:
             num_allowed = min(num_allowed, self.max_tool_calls - self.num_tool_calls)
         for call in calls[:num_allowed]:
-            content, is_error = await self._run_call(call)
+            content, is_error = await run_call(self, call)
             num_errors += is_error
             results.append(tool_message(call, content))
         if len(calls) > num_allowed:
             num_refused = len(calls) - num_allowed
             num_errors += num_refused
-            is_of_message = num_allowed == self.max_calls
-            limit = self.max_calls if is_of_message else self.max_tool_calls or 0
-            results.append(refusal(num_refused, limit, is_of_message=is_of_message))
+            results.append(refusal(num_refused, self.max_calls, num_allowed, self.max_tool_calls))
         return ToolResults(results, len(calls), num_errors, num_refused)
-
-    async def _run_call(self, call: ToolCall) -> tuple[str, bool]:
-        """Run one call; return the text for the policy, and whether it is an error."""
-        self.num_tool_calls += 1
-        name = call["function"]["name"]
-        tools = {tool.name: tool for tool in self.tools}
-        start_s = time.perf_counter()
-        try:
-            if name not in tools:
-                raise ToolError(f"no tool {name!r}; there is: {', '.join(tools) or 'none'}")
-            return await tools[name].bound_to(self)(call["function"]["arguments"]), False
-        except ToolError as error:
-            return f"error: {error}", True
-        except BaseException as error:
-            if not self.judges_all_output or not is_caused_by_output(error):
-                raise
-            self._judging_boundary.num_errors += 1
-            return f"error: {type(error).__name__}", True
-        finally:
-            self.tool_s += time.perf_counter() - start_s
 
     # ---- Gymnasium's contract ------------------------------------------------------------------
 
@@ -288,9 +284,7 @@ class TextEnv(gymnasium.Env[str, str]):
                     self._task = given_task(given)
                 self._messages = list(self.first_messages(self._task))
             source = f"{type(self).__name__}.first_messages"
-            if not self._messages:
-                raise EnvError(f"{source} gave no message")
-            require_messages(self._messages, source)
+            require_messages(self._messages, source, are_needed=True)
         except BaseException:
             # An episode that cannot begin does not disturb the one that goes on.
             self._np_random, self._np_random_seed, self._task, self._messages = before
@@ -298,10 +292,12 @@ class TextEnv(gymnasium.Env[str, str]):
         self.num_turns = 0
         self.num_tool_calls = 0
         self._is_over = False
+        self._role_order = RoleOrder(self.roles, self._messages)
         return readable(self._messages[-1]["content"]), {
             "messages": tuple(self._messages),
             "task_id": self.task.id,
             "task": self.task.to_dict(),
+            **({} if self.role is None else {"role": self.role}),
         }
 
     @final
@@ -337,6 +333,7 @@ class TextEnv(gymnasium.Env[str, str]):
         else:
             raise UsageError(f"an action is a text or a message, not {type(action).__name__}")
         self._messages.append(message)
+        self._role_order.wrote(message)
         self.num_turns += 1
         self.tool_s = 0.0
         self._judging_boundary.num_errors = 0
@@ -363,6 +360,8 @@ class TextEnv(gymnasium.Env[str, str]):
         if is_truncated:
             result.info["truncated_by"] = "env" if result.truncated else "max_turns"
         self._messages += result.info["messages"]
+        is_over = result.terminated or is_truncated or self._is_over
+        self._role_order.go_on(result.info, source, is_over=is_over)
         return result._replace(truncated=is_truncated)
 
     async def _guarded(self, answer: Callable[[], Awaitable[Response | None]]) -> Response | None:

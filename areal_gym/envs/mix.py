@@ -50,6 +50,7 @@ class MixedEnv(TextEnv):
             self._envs[name] = made
             self._weights.append(weight)
         self.suspends = any(env.suspends for env in self._envs.values())
+        self.roles = tuple(dict.fromkeys(r for env in self._envs.values() for r in env.roles))
         self._name = next(iter(self._envs))
         self._turns: dict[str, list[tuple[int, int]]] = {}
         self._counts: dict[str, list[int]] = {}
@@ -113,6 +114,7 @@ class MixedEnv(TextEnv):
             self.playing.reset(seed=seed, options={"task": dict(task.data["task"])})
         env = self.playing
         self.tools, self.tool_dialect, self.max_turns = env.tools, env.tool_dialect, env.max_turns
+        self.roles = env.roles
         return tuple(env.messages)
 
     async def respond(self, message: Message) -> Response:
@@ -184,6 +186,8 @@ def _response_of(step: StepResult) -> Response:
         is_truncated=step.truncated and step.info.get("truncated_by") == "env",
         metrics=step.info.get("metrics", {}),
         state_key=step.info.get("state_key"),
+        role=step.info.get("role"),
+        role_rewards=step.info.get("role_rewards", {}),
     )
 
 

@@ -20,6 +20,8 @@ _ENVS: tuple[tuple[str, str, str, str, dict[str, object]], ...] = (
      "reach a target with given numbers", {}),
     ("mix", "mix:MixedEnv", "multi-turn generated",
      "several environments in one run, by weight", {"envs": _HALVES}),
+    ("nim", "nim:NimEnv", "game roles multi-turn generated",
+     "two roles take stones in turn: self-play with a known solution", {}),
     ("online", "online_env:OnlineEnv", "gateway",
      "no environment: outside programs call the policy and post rewards", {}),
     ("prompts", "prompts:PromptsEnv", "tools multi-turn data",

@@ -49,6 +49,11 @@ class Response:
     """A name of the state in which the policy wrote the message that this answers: the same for
     equal states of a task, in any of its episodes. `trainer.advantage=gigpo` compares what was done
     in equal states; None compares the message with no other."""
+    role: str | None = None
+    """The role that reads `messages` and writes next; None: the one that has just written."""
+    role_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of roles by name, added to each role's newest turn; `reward` is that of the role
+    that has just written."""
 
 
 @dataclass(slots=True)
@@ -69,19 +74,23 @@ def tool_message(call: ToolCall, content: Content) -> Message:
     return {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
 
 
-def refusal(num_refused: int, limit: int, *, is_of_message: bool) -> Message:
+def refusal(
+    num_refused: int, max_calls: int, num_allowed: int, max_tool_calls: int | None
+) -> Message:
     """Return the message about calls that were not run: beyond a message's or episode's limit."""
     text = (
-        f"{num_refused} more calls were not run; at most {limit} are"
-        if is_of_message
-        else f"{num_refused} calls were not run; the {limit} of an episode are used up: answer "
-        "without a tool"
+        f"{num_refused} more calls were not run; at most {max_calls} are"
+        if num_allowed == max_calls
+        else f"{num_refused} calls were not run; the {max_tool_calls} of an episode are used up: "
+        "answer without a tool"
     )
     return {"role": "tool", "content": f"error: {text}"}
 
 
-def require_messages(messages: Sequence[Message], source: str) -> None:
+def require_messages(messages: Sequence[Message], source: str, *, are_needed: bool = False) -> None:
     """Raise EnvError unless every message of the method `source` has a role and a content."""
+    if are_needed and not messages:
+        raise EnvError(f"{source} gave no message")
     for message in messages:
         is_message = isinstance(message, Mapping) and is_content(message.get("content"))
         if not is_message or message.get("role") not in _ROLES:
@@ -103,6 +112,11 @@ def step_result(response: object, source: str, task_id: str, num_judge_errors: i
         info["reward_parts"] = dict(response.reward_parts)
     if response.state_key is not None:
         info["state_key"] = response.state_key
+    if response.role is not None:
+        info["role"] = response.role
+    if response.role_rewards:
+        rewards = response.role_rewards.items()
+        info["role_rewards"] = {role: finite_reward(value, source) for role, value in rewards}
     metrics = dict(response.metrics)
     if num_judge_errors:
         metrics[JUDGE_ERRORS] = metrics.get(JUDGE_ERRORS, 0) + num_judge_errors

@@ -38,6 +38,8 @@ class CompletionRequest:
     stops: Sequence[str] = ()
     constraint: OutputConstraint | None = None
     """How the completion must look."""
+    role: str | None = None
+    """The role that asks, in an episode that several roles play."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
@@ -102,6 +102,11 @@ class _Call:
     def tokenizer(self) -> Tokenizer:
         return self.session.recorder.renderer.tokenizer
 
+    @property
+    def role(self) -> str | None:
+        """The role in the path, `/role/ROLE/v1/...`."""
+        return self.http.match_info.get("role")
+
     def pictures(self) -> PictureReader:
         """Return the reader of the request's contents."""
         return PictureReader(self.session.recorder.renderer.vision is not None)
@@ -112,7 +117,7 @@ class _Call:
         format: ReplyFormat,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> web.StreamResponse:
-        call = self.gateway.call
+        call, request = self.gateway.call, replace(request, role=self.role)
         return await call(self.http, self.session, self.body, request, format, on_completion)
 
     # ---- the policy -----------------------------------------------------------------------------
@@ -156,16 +161,26 @@ class _Call:
         episode = self.episode
         tools = [tool.schema() for tool in episode.tools]
         messages = [_for_client(message) for message in episode.first_messages]
-        return {"messages": messages, "tools": tools, "is_over": episode.is_over}
+        task = {"messages": messages, "tools": tools, "is_over": episode.is_over}
+        if not episode.roles:
+            return task
+        urls = {role: self.session.base_url_of(role) for role in episode.roles}
+        return {**task, "role": episode.role, "roles": urls}
 
     async def tool(self, body: RunTool) -> Content:
         return {"content": await self.episode.call_tool(body.call_id)}
 
     async def answer(self, body: GiveAnswer) -> Content:
         episode = self.episode
+        if self.role is not None:
+            self.session.require_role(self.role)
+            if self.role != episode.role and not episode.is_over:
+                message = f"it is not the turn of {self.role!r}, but of {episode.role!r}"
+                raise ApiError(400, message, code="not_your_turn")
         messages = await episode.reply(body.content)
         shown = [_for_client(message) for message in messages]
-        return {"messages": shown, "is_over": episode.is_over}
+        answer = {"messages": shown, "is_over": episode.is_over}
+        return {**answer, "role": episode.role} if episode.roles else answer
 
     # ---- control --------------------------------------------------------------------------------
 
@@ -248,6 +263,11 @@ def routes_of(gateway: SessionRegistry) -> list[web.RouteDef]:
 
     return [
         *(web.route(row.method, row.path, _handler(gateway, row)) for row in ROUTES),
+        *(
+            web.route(row.method, f"/role/{{role}}{row.path}", _handler(gateway, row))
+            for row in ROUTES
+            if row.key == "session"
+        ),
         web.get("/openapi.json", describe),
     ]
 

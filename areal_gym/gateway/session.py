@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from areal_gym.engines.base import SamplingParams
 from areal_gym.errors import AgentError, EngineError
@@ -37,6 +38,14 @@ class EpisodeHandle(Protocol):
     @property
     def tools(self) -> Sequence[Any]:
         """The environment's tools."""
+
+    @property
+    def roles(self) -> Sequence[str]:
+        """The roles that the policy plays."""
+
+    @property
+    def role(self) -> str | None:
+        """The role whose turn it is."""
 
     @property
     def is_over(self) -> bool:
@@ -117,7 +126,7 @@ class Session:
         self._on_close = on_close
         self._on_listen = on_listen
         self._stops: list[Callable[[], None]] = []
-        self._conversations = Conversations(recorder, max_points=options.max_points)
+        self._conversations: dict[str | None, Conversations] = {}
         self._calls: OrderedDict[bytes, _Call] = OrderedDict()
         self._by_call_id: dict[str, Message] = {}
         self._turns: dict[str, TurnDraft] = {}
@@ -189,7 +198,29 @@ class Session:
         self.limit = self.error = None
         return completions
 
+    def base_url_of(self, role: str, base_url: str | None = None) -> str:
+        """Return the URL at which a role asks, made of a URL that ends with `/v1`."""
+        base = (base_url or self.base_url).removesuffix("/v1")
+        return f"{base}/role/{quote(role, safe='')}/v1"
+
+    def require_role(self, role: str | None) -> None:
+        """Raise ApiError unless a call names a role of the episode, or needs none."""
+        roles = () if self.episode is None else self.episode.roles
+        if role in (roles or (None,)):
+            return
+        what = "the call names none" if role is None else f"{role!r} is none of them"
+        urls = ", ".join(map(self.base_url_of, roles))
+        raise ApiError(
+            400 if role is None else 404,
+            f"the policy plays the roles {', '.join(roles)}, and {what}; each has a base_url: "
+            f"{urls}"
+            if roles
+            else f"this session has no role {role!r}: its base_url is {self.base_url}",
+            code="unknown_role",
+        )
+
     def _check_limits(self, request: CompletionRequest) -> None:
+        self.require_role(request.role)
         if self.episode is not None and self.episode.is_over:
             self.was_called_after_end = True
             raise ApiError(
@@ -222,7 +253,10 @@ class Session:
                 on_text(index, deltas)
             return num_kept
 
-        conversations = self._conversations
+        if request.role not in self._conversations:
+            points = self.options.max_points
+            self._conversations[request.role] = Conversations(self.recorder, max_points=points)
+        conversations = self._conversations[request.role]
         with (
             conversations.continued(request.messages, request.tools, dialect)
             if request.prompt is None
@@ -236,6 +270,7 @@ class Session:
                 seed=None if request.seed is None else derive_seed(request.seed & _MASK, index),
                 on_tokens=on_tokens if on_text is not None or request.stops else None,
                 text=lambda: None if stream.stop is None else stream.text,
+                role=request.role,
             )
         for call in message.get("tool_calls", ()):
             if not renderer.template.style.has_named_ids or call["id"] in self._by_call_id:

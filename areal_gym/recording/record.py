@@ -31,6 +31,8 @@ class TurnDraft:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     state_key: str | None = None
+    role: str | None = None
+    is_fixed: bool = False
 
     def turn(self) -> Turn:
         """Return the finished turn."""
@@ -63,6 +65,8 @@ class EpisodeRecord:
         turn.reward += result.reward
         for name, part in info.get("reward_parts", {}).items():
             turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + part
+        for role, reward in info.get("role_rewards", {}).items():
+            next(t for t in reversed(self.turns) if t.role == role).reward += reward
         turn.state_key = turn.state_key or info.get("state_key")
         for name, value in info.get("metrics", {}).items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
@@ -88,20 +92,26 @@ class EpisodeRecord:
 
         Branches come one after the other, in the order in which they ended, and turns are numbered
         in that order. So the branch that ends the episode is the last one, and its rewards count,
-        discounted, for all turns that worked towards it.
+        discounted, for all turns that worked towards it. Where several roles play, that is so for
+        each of them: its branches stand together, and its turns keep their places among the others.
         """
-        ended = {turn.branch: index for index, turn in enumerate(self.turns)}
-        rank = {branch: i for i, branch in enumerate(sorted(ended, key=ended.__getitem__))}
-        order = sorted(range(len(self.turns)), key=lambda turn: rank[self.turns[turn].branch])
-        place = {turn: index for index, turn in enumerate(order)}
-        spans = [
-            replace(span, turn=place[span.turn], branch=rank[span.branch])
-            for span in sorted(self._spans, key=lambda span: rank[span.branch])
-        ]
+        turns = self.turns
+        spoke = {turn.role: index for index, turn in enumerate(turns)}
+        ended = {turn.branch: (spoke[turn.role], index) for index, turn in enumerate(turns)}
+        order = list(range(len(turns)))
+        for role in spoke:
+            places = [index for index, turn in enumerate(turns) if turn.role == role]
+            by_branch = sorted(places, key=lambda index: ended[turns[index].branch])
+            for place, index in zip(places, by_branch, strict=True):
+                order[place] = index
+        place_of = {index: place for place, index in enumerate(order)}
+        kept = sorted(self._spans, key=lambda span: ended[span.branch])
+        rank = {b: i for i, b in enumerate(dict.fromkeys(span.branch for span in kept))}
+        spans = [replace(span, turn=place_of[span.turn], branch=rank[span.branch]) for span in kept]
         _forget_frames(self.error)
         return {
             "spans": tuple(spans),
-            "turns": tuple([self.turns[i].turn() for i in order]),
+            "turns": tuple([turns[i].turn() for i in order]),
             "messages": (*self.messages, *self.unread),
             "stop_reason": self.stop_reason or StopReason.COMPLETED,
             "error": None if self.error is None else str(self.error),

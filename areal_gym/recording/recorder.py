@@ -30,7 +30,7 @@ from areal_gym.engines.base import (
     SamplingParams,
     stream_from,
 )
-from areal_gym.errors import ConfigError, EngineError
+from areal_gym.errors import AgentError, ConfigError, EngineError
 from areal_gym.recording.record import EpisodeRecord, TurnDraft
 from areal_gym.types import FinishReason, Message, RoutedExperts, TokenSpan, text_of
 from areal_gym.utils.packed_numbers import Floats, Ints
@@ -137,6 +137,7 @@ class Recorder(EpisodeRecord):
         seed: int | None = None,
         on_tokens: Callable[[Sequence[int]], int | None] | None = None,
         text: Callable[[], str | None] | None = None,
+        role: str | None = None,
     ) -> tuple[Message, Generation]:
         """Let the policy answer, and append the answer to the dialogue.
 
@@ -149,6 +150,7 @@ class Recorder(EpisodeRecord):
             on_tokens: called with new ids as they are sampled. If it returns a number, that many
                 of them are kept and sampling ends there.
             text: called at the end; returns the text of the answer if it is cut, else None.
+            role: who answers, in episodes that several roles play.
 
         Raises:
             ContextFullError: there is no room for an answer.
@@ -189,6 +191,7 @@ class Recorder(EpisodeRecord):
             key = (dialogue, prompt.branch)
             branch = self._branches.setdefault(key, len(self._branches))
             self._keep(prompt, generation, branch, time.perf_counter() - start_s)
+            self.turns[-1].role = role
             self._turn_of[id(message)] = len(self.turns) - 1
             self.messages += [*prompt.messages, message]
         return message, generation
@@ -201,9 +204,30 @@ class Recorder(EpisodeRecord):
             )
         return await engine.generate(prompt.token_ids, params, session=name)
 
-    def turn_of(self, message: Message) -> TurnDraft:
-        """Return the turn of this message, else the newest one; raises IndexError without turns."""
-        return self.turns[self._turn_of.get(id(message), -1)]
+    def add_fixed_turn(
+        self, role: str, read: Sequence[Message], message: Message, engine_s: float
+    ) -> TurnDraft:
+        """Record a turn of a role that is not trained: its messages, and no tokens."""
+        branches = {turn.role: turn.branch for turn in self.turns if turn.is_fixed}
+        branch = branches.get(role, -1 - len(branches))
+        turn = TurnDraft(FinishReason.STOP, engine_s, branch, role=role, is_fixed=True)
+        self.turns.append(turn)
+        self._turn_of[id(message)] = len(self.turns) - 1
+        self.messages += [*read, message]
+        return turn
+
+    def turn_of(self, message: Message, role: str | None = None) -> TurnDraft:
+        """Return the turn of this message, else the role's newest one.
+
+        Raises AgentError if the role has none.
+        """
+        if id(message) in self._turn_of:
+            return self.turns[self._turn_of[id(message)]]
+        for turn in reversed(self.turns):
+            if turn.role == role and not turn.is_fixed:
+                return turn
+        what = "" if role is None else f" as the role {role!r}, whose turn it is"
+        raise AgentError(f"the agent acts before it has asked the policy{what}")
 
     def forget(self, dialogue: Dialogue | RawText) -> None:
         """Let the engine forget a dialogue that will not continue."""

@@ -75,7 +75,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def _example(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
     facts = f"{kind}: reward {number(row['reward'])}, {row['stop_reason']}, {row['task']['id']}"
     yield from (f"### {_inline(facts)}", "")
-    for message in row["messages"]:
+    roles = _roles_of_messages(row)
+    for message, role in zip(row["messages"], roles, strict=True):
         text = readable(message.get("content") or "")
         for call in message.get("tool_calls") or ():
             function = call["function"]
@@ -85,4 +86,15 @@ def _example(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
         shown = visible(text[:_LONGEST]).strip("\n") + cut
         longest = max((len(run) for run in re.findall("`+", shown)), default=0)
         fence = "`" * max(3, longest + 1)
-        yield from (f"**{_inline(message['role'])}**", "", fence, *shown.split("\n"), fence, "")
+        who = f"{message['role']} {role}" if role else message["role"]
+        yield from (f"**{_inline(who)}**", "", fence, *shown.split("\n"), fence, "")
+
+
+def _roles_of_messages(row: Mapping[str, Any]) -> list[str]:
+    """Return the role that wrote each message, where several roles play; else empty texts."""
+    roles = [""] * len(row["messages"])
+    said = [i for i, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+    turns = row.get("turns", ())
+    for place, turn in zip(reversed(said), reversed(turns), strict=False):
+        roles[place] = turn.get("role") or ""
+    return roles

@@ -7,6 +7,7 @@ from functools import singledispatch
 from areal_gym.report.charts import draw
 from areal_gym.report.content import collect
 from areal_gym.run_dir.run_files import RunFiles
+from areal_gym.episode_roles import rewards_by_role
 from areal_gym.types import Group, Task, Trajectory, thaw
 from areal_gym.utils.markup import block, dialogue, escaped, number, pairs, short, table
 
@@ -30,6 +31,7 @@ def _task(task: Task) -> str:
 def _trajectory(trajectory: Trajectory) -> str:
     facts = {
         "task": short(trajectory.task.id),
+        **{f"reward of {role}": number(x) for role, x in rewards_by_role(trajectory).items()},
         **{f"reward, {short(n, 40)}": number(x) for n, x in trajectory.reward_parts.items()},
         **{short(n, 40): number(x) for n, x in trajectory.metrics.items()},
     }

@@ -41,8 +41,10 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.recording import ContextFullError, InFlight, Recorder, TurnDraft
+from areal_gym.rollout.fixed_roles import play_fixed_roles
 from areal_gym.rollout.outside_play import PlaysItself, is_failure, play_outside, require_no_agent
-from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory, readable
+from areal_gym.rollout.tool_runs import ToolRuns
+from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from areal_gym.gateway.session import Session
@@ -125,7 +127,9 @@ async def _play_to_end(
     try:
         async with asyncio.timeout(timeout_s) as episode.deadline:
             _, info = await episode.of_env(reset, "reset")
-            episode.first_messages = info["messages"]
+            await episode.begin(info["messages"])
+            if episode.is_over:
+                return
             try:
                 if isinstance(episode.env, PlaysItself):
                     await play_outside(episode, episode.env)
@@ -162,11 +166,11 @@ class _RecordedEpisode:
         self.group_id = group_id
         self.deadline: asyncio.Timeout | None = None
         self.first_messages: Sequence[Message] = ()
-        self._dialogue: Dialogue | None = None
+        self._dialogues: dict[str | None, Dialogue] = {}
         self._is_full = False
         self._session: Session | None = None
         self._acting = asyncio.Lock()
-        self._tool_runs: dict[int, asyncio.Task[dict[str, str]]] = {}
+        self._tool_runs = ToolRuns(self._act_on)
 
     # ---- what the agent sees ------------------------------------------------------------------
 
@@ -174,17 +178,27 @@ class _RecordedEpisode:
     def tools(self) -> Sequence[Tool]:
         return self.env.tools
 
+    @property
+    def roles(self) -> Sequence[str]:
+        return [role for role in self.env.roles if role not in self.env.fixed_roles]
+
+    @property
+    def role(self) -> str | None:
+        return self.env.role
+
     async def ask(
         self, new_messages: Sequence[Message], *, replaces_history: bool = False
     ) -> Message:
         self._check_open("asks the policy")
-        if self._dialogue is None:
+        role = self.env.role
+        if role not in self._dialogues:
             schemas = [tool.schema() for tool in self.env.tools]
             renderer = self.recorder.renderer
-            self._dialogue = Dialogue(renderer, schemas, dialect=self.env.tool_dialect)
-        prompt = self._dialogue.prompt(new_messages, replaces_history=replaces_history)
+            self._dialogues[role] = Dialogue(renderer, schemas, dialect=self.env.tool_dialect)
+        dialogue = self._dialogues[role]
+        prompt = dialogue.prompt(new_messages, replaces_history=replaces_history)
         try:
-            message, _ = await self.recorder.sample(self._dialogue, prompt)
+            message, _ = await self.recorder.sample(dialogue, prompt, role=role)
         except ContextFullError:
             self.recorder.stop_reason = StopReason.MAX_TOKENS
             self._is_full = True
@@ -198,9 +212,7 @@ class _RecordedEpisode:
 
     async def act(self, message: Message, *, turn: TurnDraft | None = None) -> StepResult:
         self._check_open("acts")
-        if not self.recorder.turns:
-            raise AgentError("the agent acts before it has asked the policy")
-        turn = turn or self.recorder.turn_of(message)
+        turn = turn or self.recorder.turn_of(message, self.env.role)
         start = time.perf_counter()
         try:
             result = await self.of_env(partial(self.env.astep, message), "step")
@@ -210,7 +222,13 @@ class _RecordedEpisode:
         result = self.recorder.add_step(turn, result)
         if turn.finish_reason is FinishReason.LENGTH:
             await self.conclude()
-        return result
+        return await play_fixed_roles(self.env, self.recorder, result, self.of_env)
+
+    async def begin(self, messages: Sequence[Message]) -> None:
+        """Open the episode; fixed roles play until it is the policy's turn."""
+        step = StepResult("", 0.0, False, False, {"messages": messages})
+        step = await play_fixed_roles(self.env, self.recorder, step, self.of_env)
+        self.first_messages = step.info["messages"]
 
     async def conclude(self) -> None:
         """Let the environment grade the episode as it stands, unless it has ended it itself."""
@@ -240,15 +258,7 @@ class _RecordedEpisode:
         if message is None:
             raise AgentError(f"the policy has not made a call {call_id!r}")
         names = {tool.name for tool in self.env.tools}
-        calls = [call for call in message["tool_calls"] if call["function"]["name"] in names]
-        if all(call["id"] != call_id for call in calls):
-            raise AgentError(
-                f"the call {call_id!r} names a tool that the environment does not have"
-            )
-        if id(message) not in self._tool_runs:
-            self._tool_runs[id(message)] = asyncio.create_task(self._run_tools(message, calls))
-        results = await asyncio.shield(self._tool_runs[id(message)])
-        return results.get(call_id, "the episode is over")
+        return await self._tool_runs.output_of(message, call_id, names)
 
     async def reply(self, answer: str) -> Sequence[Message]:
         async with self._acting:
@@ -303,18 +313,12 @@ class _RecordedEpisode:
     def is_over(self) -> bool:
         return self.recorder.is_over
 
-    async def _run_tools(self, message: Message, calls: list[ToolCall]) -> dict[str, str]:
-        """Hand a message with its calls to the environment, once; return the output of each."""
+    async def _act_on(self, message: Message, calls: list[ToolCall]) -> StepResult | None:
         async with self._acting:
             if self.is_over:
-                return {}
+                return None
             turn = self.recorder.turn_of(message)
-            result = await self.act({**message, "tool_calls": calls}, turn=turn)
-        outputs: dict[str, str] = {}
-        for index, reply in enumerate(result.info["messages"]):
-            key = reply.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
-            outputs[key] = "\n".join(filter(None, (outputs.get(key), readable(reply["content"]))))
-        return outputs
+            return await self.act({**message, "tool_calls": calls}, turn=turn)
 
     @property
     def task(self) -> Task:
@@ -325,8 +329,7 @@ class _RecordedEpisode:
 
     def close(self) -> None:
         """Cancel tools that run, close the endpoint, and free the engine's cache."""
-        for run in self._tool_runs.values():
-            run.cancel()
+        self._tool_runs.cancel()
         if self._session is not None:
             self._session.close()
         self.recorder.release()

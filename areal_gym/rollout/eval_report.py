@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from areal_gym.episode_roles import rewards_by_role
 from areal_gym.types import StopReason, Trajectory
 from areal_gym.utils.markup import block, number, pairs, short, table
 from areal_gym.utils.statistics import (
@@ -28,6 +29,17 @@ class EnvScore:
     pass_at_1: Interval
     reward: float
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleScore:
+    """The results of one role, over the episodes in which it has written."""
+
+    num_episodes: int
+    pass_at_1: Interval
+    reward: float
+    is_fixed: bool
+    """Whether another policy played it than the one that is measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -69,6 +81,8 @@ class EvalReport:
     wall_s: float
     by_env: Mapping[str, EnvScore] = field(default_factory=dict)
     """Results of each environment of a mix, by name; empty without a mix."""
+    by_role: Mapping[str, RoleScore] = field(default_factory=dict)
+    """Results of each role, by name; empty in environments without roles."""
     trajectories: tuple[Trajectory, ...] = field(default=(), repr=False, compare=False)
     """All episodes, task by task, failed ones at the end; not in `to_dict`."""
 
@@ -135,6 +149,12 @@ class EvalReport:
             | {"metrics": dict(score.metrics)}
             for name, score in self.by_env.items()
         }
+        row["by_role"] = {
+            name: {"num_episodes": score.num_episodes, "reward": score.reward}
+            | _interval_row("pass@1", score.pass_at_1)
+            | {"is_fixed": score.is_fixed}
+            for name, score in self.by_role.items()
+        }
         return row
 
     def to_text(self) -> str:
@@ -152,6 +172,11 @@ class EvalReport:
         lines += [
             f"{_interval_line(f'  pass@1 in {name}', score.pass_at_1)}   {score.num_tasks} tasks"
             for name, score in self.by_env.items()
+        ]
+        lines += [
+            f"{_interval_line(f'  pass@1 of {name}', score.pass_at_1)}   {score.num_episodes} "
+            f"episodes{', another policy' if score.is_fixed else ''}"
+            for name, score in self.by_role.items()
         ]
         numbers = {"reward": self.reward}
         numbers |= {f"  {name}": value for name, value in self.reward_parts.items()}
@@ -213,6 +238,7 @@ def make_report(
             reward=mean(t.reward for t in own),
             metrics=merge_means([t.metrics for t in own]),
         )
+    roles = dict.fromkeys(turn.role for t in episodes for turn in t.turns if turn.role)
     ks = sorted({*(2**i for i in range(num_samples.bit_length())), num_samples})
     reasons = Counter(str(t.stop_reason) for t in [*episodes, *failed])
     errors = Counter(t.error or "" for t in failed)
@@ -235,8 +261,26 @@ def make_report(
         stop_reasons=dict(reasons.most_common()),
         errors=dict(errors.most_common(5)),
         by_env=scores,
+        by_role={role: _role_score(role, scored, num_samples, success_reward) for role in roles},
         trajectories=(*episodes, *failed),
         **facts,
+    )
+
+
+def _role_score(
+    role: str, scored: Sequence[Sequence[Trajectory]], num_samples: int, success_reward: float
+) -> RoleScore:
+    earned = [
+        [rewards[role] for rewards in map(rewards_by_role, siblings) if role in rewards]
+        for siblings in scored
+    ]
+    counts = [(len(own), sum(r >= success_reward - 1e-9 for r in own)) for own in earned if own]
+    every_turn = (turn for siblings in scored for t in siblings for turn in t.turns)
+    return RoleScore(
+        num_episodes=sum(map(len, earned)),
+        pass_at_1=pass_at_k_interval(counts, 1, num_samples=num_samples),
+        reward=mean(reward for own in earned for reward in own),
+        is_fixed=any(turn.is_fixed for turn in every_turn if turn.role == role),
     )
 
 

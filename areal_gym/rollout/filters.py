@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from areal_gym.episode_roles import groups_by_role
 from areal_gym.errors import ConfigError
 from areal_gym.types import Group
 
@@ -34,11 +35,15 @@ class GroupFilter(Protocol):
 
 
 def rejection(filters: Mapping[str, GroupFilter], group: Group) -> str | None:
-    """Return the first filter that rejects the group, as "filter/reason"; None: all keep it."""
+    """Return the first filter that rejects the group, as "filter/reason"; None: all keep it.
+
+    In episodes of several roles, each role's trajectories are a group, and all must be rejected.
+    """
+    parts = groups_by_role(group)
     for id, group_filter in filters.items():
-        reason = group_filter.reject(group)
-        if reason is not None:
-            return f"{id}/{reason}"
+        reasons = [group_filter.reject(part) for part in parts]
+        if None not in reasons:
+            return f"{id}/{reasons[0]}"
     return None
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from areal_gym.episode_roles import rewards_by_role
 from areal_gym.recording import InFlight
 from areal_gym.types import Group, Trajectory
 from areal_gym.utils.statistics import mean, merge_means, pass_at_k
@@ -129,6 +130,8 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
             metrics[f"rollout/share/{id}"] = len(theirs) / len(trajectories)
             own = merge_means([t.metrics for t in theirs])
             metrics |= {f"env/{id}/{name}": value for name, value in own.items()}
+    roles = merge_means([rewards_by_role(t) for t in trajectories])
+    metrics |= {f"reward/role/{role}": reward for role, reward in roles.items()}
     k = min((len(group) for group in groups), default=1)
     for size in sorted({1, k}):
         metrics[f"reward/pass@{size}"] = mean(

@@ -6,7 +6,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,6 +16,7 @@ from areal_gym.agents.base import Agent
 from areal_gym.config import AgentConfig, PluginConfig, RunConfig
 from areal_gym.config.setting_errors import plain_reason
 from areal_gym.envs.base import TextEnv
+from areal_gym.envs.role_order import RolePolicy
 from areal_gym.errors import ConfigError, GymError, did_you_mean
 from areal_gym.loggers.base import MetricsLogger
 from areal_gym.plugins import Kind, registry
@@ -41,6 +42,7 @@ class Components:
     env_kwargs: Mapping[str, Any]
     env_id: str = "ENV"
     agent: Agent
+    fixed_roles: Mapping[str, RolePolicy] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: RunConfig) -> Components:
@@ -54,7 +56,24 @@ class Components:
         )
         # A wrong argument is found before anything has been waited for.
         components.make_env().close()
-        return components
+        return components._with_fixed_roles(config.env.fixed_roles, config, "env.fixed_roles")
+
+    def for_evaluation(self, config: RunConfig) -> Components:
+        """Return the components of evaluations, which may fix other roles."""
+        if (fixed := config.eval.fixed_roles) is None:
+            return self
+        return self._with_fixed_roles(fixed, config, "eval.fixed_roles")
+
+    def _with_fixed_roles(
+        self, fixed: Mapping[str, str], config: RunConfig, key: str
+    ) -> Components:
+        from areal_gym.runs.role_policies import make_fixed_roles
+
+        env = self.make_env()
+        try:
+            return replace(self, fixed_roles=make_fixed_roles(fixed, env, config, key))
+        finally:
+            env.close()
 
     def make_env(self) -> TextEnv:
         """Make a new instance; raise ConfigError if the environment does not take the arguments."""
@@ -65,6 +84,7 @@ class Components:
                 f"{self.env_id} makes a {type(env).__name__}, which is no environment",
                 hints=["an environment is a subclass of areal_gym.TextEnv"],
             )
+        env.fixed_roles = self.fixed_roles
         return env
 
     async def make_shared(self, display: Display) -> None:

@@ -156,7 +156,7 @@ async def _evaluate(
     job: EvalJob, policy: _OpenPolicy, writer: EvaluationWriter | None, display: Display
 ) -> EvalReport:
     config = job.config
-    components = Components.of(config)
+    components = Components.of(config).for_evaluation(config)
     await components.make_shared(display)
     announce_heldout(config, components, display.say)
     await try_rewards(components, config.eval.split, display.say)
@@ -320,6 +320,8 @@ class Evaluations:
         metrics |= {f"eval/reward{end}": x for end, x in ends.items() if x is not None}
         for name, score in sampled.by_env.items():
             metrics[f"eval/sampled/{name}"] = score.pass_at_1.mean
+        for role, role_score in sampled.by_role.items():
+            metrics[f"eval/role/{role}"] = role_score.reward
         self.log(step, metrics)
         versions = sampled.policy_versions
         mixed = f", versions {versions[0]} to {versions[-1]}" if len(versions) > 1 else ""
@@ -332,6 +334,12 @@ class Evaluations:
             display.say(
                 f"  {name}: {score.pass_at_1.mean:.3f} sampled, "
                 f"{greedy_report.by_env[name].pass_at_1.mean:.3f} greedy, {score.num_tasks} tasks"
+            )
+        for role, role_score in sampled.by_role.items():
+            fixed = ", another policy" if role_score.is_fixed else ""
+            display.say(
+                f"  role {role}: reward {role_score.reward:.3f}, "
+                f"{role_score.num_episodes} episodes{fixed}"
             )
 
 

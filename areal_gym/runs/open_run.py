@@ -126,7 +126,13 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
     )
     log = _on_evaluation(prepared)
     evaluations = Evaluations(
-        config, components, engine, renderer, prepared.directory, display, log
+        config,
+        components.for_evaluation(config),
+        engine,
+        renderer,
+        prepared.directory,
+        display,
+        log,
     )
     stack.push_async_callback(evaluations.aclose)
     return RunContext(

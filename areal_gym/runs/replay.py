@@ -270,5 +270,5 @@ def _unscorable(trainer: GroupTrainer, groups: list[Group]) -> tuple[str, ...]:
     ids = [trajectory.id for group in groups for trajectory in group]
     rows = [row for row in sequences_of(groups) if row.num_trainable]
     scores = zip(rows, trainer.score(rows), strict=True)
-    bad = {row.trajectory_id for row, logprobs in scores if not logprobs.isfinite().all()}
+    bad = {row.episode_id for row, logprobs in scores if not logprobs.isfinite().all()}
     return tuple(ids[i] for i in sorted(bad))

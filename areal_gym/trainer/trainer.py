@@ -218,7 +218,7 @@ class Trainer(PolicyTrainer):
             advantages_T = step.columns.take("advantages", [i])
             token_rows.append(
                 {
-                    "trajectory": row.trajectory_id,
+                    "trajectory": row.episode_id,
                     "advantage": round(float(advantages_T.mean()), 5),
                     "advantages": Floats.from_array(advantages_T.double().cpu().numpy()),
                     "logprobs": Floats.from_array(logprobs[i].double().cpu().numpy()),

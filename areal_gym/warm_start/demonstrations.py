@@ -18,10 +18,11 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from areal_gym.envs.arithmetic import evaluate
-from areal_gym.envs.base import StepResult, TextEnv
+from areal_gym.envs.base import TextEnv
 from areal_gym.envs.grading import extract_answer, is_same_number
 from areal_gym.envs.mcp_tools.env_with_servers import EnvWithServers
 from areal_gym.envs.mix import MixedEnv
+from areal_gym.envs.nim import NimEnv
 from areal_gym.envs.tir import TirEnv, python_call
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import TaskError, UsageError
@@ -66,6 +67,8 @@ def demonstrators_for(env: TextEnv) -> tuple[Demonstrator, ...]:
     """Return the demonstrators; an environment without a gold policy is a UsageError."""
     if _asks_for_python(env):
         return TIR
+    if isinstance(env, NimEnv):
+        return NIM
     if type(env).gold_action is TextEnv.gold_action:
         raise UsageError(
             f"{type(env).__name__} has no gold_action(), so the starter policy cannot learn it",
@@ -99,7 +102,7 @@ def _perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
         result = str(evaluate(expression))
         call = python_call(f"print({expression})")
         return _tir_demonstration(env, [(call, result), (f"\\boxed{{{result}}}", None)], "perfect")
-    return _played(env, env.gold_action, "gold")
+    return _played(env, env.gold_action, "gold", rng)
 
 
 def demonstrate(env: TextEnv, rng: random.Random, *, split: str = "train") -> Demonstration:
@@ -261,42 +264,80 @@ def _tir_demonstration(env: TextEnv, turns: Turns, demonstrator_id: str) -> Demo
 # ---- any other environment: its gold and its noop policy -------------------------------------
 
 
-_kept: WeakKeyDictionary[TextEnv, dict[tuple[str, str], Demonstration]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[TextEnv, dict[tuple[str, str, str | None], Demonstration]] = (
+    WeakKeyDictionary()
+)
 """Demonstrations of environments with few tasks whose steps wait, by task and demonstrator."""
 
 
-def _played(env: TextEnv, action: Callable[[], str], demonstrator_id: str) -> Demonstration:
-    """Play the task, or return how it was played before: a container per episode takes its time."""
+def _played(
+    env: TextEnv, action: Callable[[], str], demonstrator_id: str, rng: random.Random
+) -> Demonstration:
+    """Play the task, or return how it was played before: a container per episode takes its time.
+
+    Of an environment with roles, one role's dialogue is shown, drawn by `rng`.
+    """
+    role = rng.choice(env.roles) if env.roles else None
     if not env.suspends or env.num_tasks(env.task.split) is None:
-        return _play(env, action, demonstrator_id)
+        return _play(env, action, demonstrator_id, role)
     kept = _kept.setdefault(env, {})
-    key = (env.task.id, demonstrator_id)
+    key = (env.task.id, demonstrator_id, role)
     if key not in kept:
-        kept[key] = _play(env, action, demonstrator_id)
+        kept[key] = _play(env, action, demonstrator_id, role)
     return kept[key]
 
 
-def _play(env: TextEnv, action: Callable[[], str], demonstrator_id: str) -> Demonstration:
-    first_messages = tuple(env.messages)
-    texts: list[str] = []
-    steps: list[StepResult] = []
-    while not steps or not (steps[-1].terminated or steps[-1].truncated):
-        texts.append(action())
-        steps.append(env.step(texts[-1]))
+def _play(
+    env: TextEnv, action: Callable[[], str], demonstrator_id: str, role: str | None
+) -> Demonstration:
+    first_role = env.role
+    texts: dict[str | None, list[str]] = {}
+    read: dict[str | None, list[Sequence[Message]]] = {first_role: [tuple(env.messages)]}
+    rewards: dict[str | None, float] = {}
+    is_over = False
+    while not is_over:
+        writer = env.role
+        texts.setdefault(writer, []).append(action())
+        step = env.step(texts[writer][-1])
+        rewards[writer] = rewards.get(writer, 0.0) + step.reward
+        for other, reward in step.info.get("role_rewards", {}).items():
+            rewards[other] = rewards.get(other, 0.0) + reward
+        is_over = step.terminated or step.truncated
+        if not is_over:
+            read.setdefault(env.role, []).append(step.info["messages"])
+    shown = role if role in texts else first_role  # a role may never have had its turn
+    first_messages, *replies = read[shown]
     return Demonstration(
         first_messages=first_messages,
-        texts=texts,
-        replies=[step.info["messages"] for step in steps[:-1]],
+        texts=texts[shown],
+        replies=replies,
         demonstrator_id=demonstrator_id,
         tools=env.tools,
-        reward=sum(step.reward for step in steps),
+        reward=rewards[shown],
     )
+
+
+# ---- nim: legal moves, and no plan ------------------------------------------------------------
+
+
+def _random_moves(env: TextEnv, rng: random.Random) -> Demonstration:
+    assert isinstance(env, NimEnv)
+
+    def move() -> str:
+        return env.move(rng.randint(1, min(env.stones, env.most_taken)))
+
+    return _played(env, move, "random", rng)
+
+
+NIM = (Demonstrator("random", 1.0, "takes any legal number of stones", _random_moves),)
 
 
 GENERIC = (
     Demonstrator(
         *("gold", 0.5, "the environment's own gold policy"),
-        lambda env, rng: _played(env, env.gold_action, "gold"),
+        lambda env, rng: _played(env, env.gold_action, "gold", rng),
     ),
-    Demonstrator("noop", 0.5, "gives up", lambda env, rng: _played(env, env.noop_action, "noop")),
+    Demonstrator(
+        "noop", 0.5, "gives up", lambda env, rng: _played(env, env.noop_action, "noop", rng)
+    ),
 )

@@ -94,6 +94,7 @@ class RemoteEnv(TextEnv):
         self.max_turns = card["max_turns"]
         self.tool_dialect = card["tool_dialect"]
         self.has_gold = card["has_gold"]
+        self.roles = tuple(card.get("roles", ()))  # servers of older versions send none
 
     # ---- episodes ------------------------------------------------------------------------------
 
@@ -133,6 +134,8 @@ class RemoteEnv(TextEnv):
             is_truncated=step["truncated"] and step["truncated_by"] != "max_turns",
             metrics=step["metrics"],
             state_key=step.get("state_key"),  # servers of older versions send none
+            role=step.get("role"),
+            role_rewards=step.get("role_rewards", {}),
         )
 
     async def aclose(self) -> None:

@@ -77,6 +77,8 @@ def describe(env: TextEnv, env_id: str) -> dict[str, Any]:
         "has_gold": env.has_gold,
         "num_tasks": {split: _num_tasks(env, split) for split in SPLITS},
     }
+    if env.roles:
+        card["roles"] = list(env.roles)
     return {**card, "hash": content_hash(card)}
 
 
@@ -99,6 +101,7 @@ def step_body(result: StepResult) -> dict[str, Any]:
         "truncated": result.truncated,
         "truncated_by": info.get("truncated_by"),
         "state_key": info.get("state_key"),
+        **{name: info[name] for name in ("role", "role_rewards") if name in info},
     }
 
 

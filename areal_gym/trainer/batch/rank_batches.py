@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from areal_gym.config import Layout
+from areal_gym.episode_roles import trained_parts
 from areal_gym.errors import TrainError
 from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.types import Group, RoutedExperts, TokenSpan, Trajectory
@@ -77,15 +78,16 @@ def divide(
 ) -> tuple[list[Group], list[OwnTokens]]:
     """Return the groups without token ids, and the ids of each data rank's rows."""
     trajectories = [trajectory for group in groups for trajectory in group]
-    group_ids = [i for i, group in enumerate(groups) for _ in group]
     rows: list[int] = []  # the trajectory of each row that is trained on
+    group_ids: list[int] = []
     lengths: list[int] = []
-    for place, trajectory in enumerate(trajectories):
-        for spans in trajectory.branches:
+    for group_id, place, trained in trained_parts(groups):
+        for spans in trained.branches:
             if any(len(span) for span in spans if span.origin == "policy"):
                 rows.append(place)
+                group_ids.append(group_id)
                 lengths.append(sum(map(len, spans)))
-    parts = split_by_group([group_ids[place] for place in rows], num_minibatches)
+    parts = split_by_group(group_ids, num_minibatches)
     step = layout.num_ranks // layout.num_data_ranks
     every_own: list[OwnTokens] = []
     for first in range(0, layout.num_ranks, step):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_gym.episode_roles import roles_of, trained_parts
 from areal_gym.trainer.batch.rank_batches import OtherRanksTokens
 from areal_gym.types import Group, ImageRef, RoutedExperts, TokenSpan, Trajectory
 from areal_gym.utils.packed_numbers import Bools, Floats, Ints, PackedNumbers
@@ -41,7 +42,9 @@ class Sequence:
     group_id: int = 0
     """The row's group in the batch."""
     trajectory_id: int = 0
-    """The row's trajectory in the batch."""
+    """The row's trajectory in the batch; each role of an episode has one of its own."""
+    episode_id: int = 0
+    """The row's episode in the batch."""
     branch: int = 0
     """The row's branch of its trajectory."""
     is_truncated: bool = False
@@ -51,7 +54,7 @@ class Sequence:
     state_keys: tuple[str | None, ...] = ()
     """The environment's name of the state of each turn of the whole trajectory."""
     role: str = ""
-    """The role that the policy played, by the task's data."""
+    """The role that the policy played: that of the turns, or by the task's data."""
     images: tuple[ImageRef, ...] = ()
     """The row's pictures; `start` counts from its beginning."""
     teacher_logprobs: Numbers[float] = ()
@@ -96,20 +99,22 @@ _COLUMNS: dict[str, type[PackedNumbers[Any]]] = {
 
 
 def make_sequences(
-    trajectory: Trajectory, group_id: int = 0, trajectory_id: int = 0
+    trajectory: Trajectory, group_id: int = 0, trajectory_id: int = 0, episode_id: int = 0
 ) -> list[Sequence]:
     """Make the training rows of a trajectory: one per branch, or an empty one without branches."""
+    (role, *_) = (*roles_of(trajectory), trajectory.task.data.get("role", ""))
     return [
         _make_sequence(
             spans,
             turn_rewards=tuple(turn.reward for turn in trajectory.turns),
             group_id=group_id,
             trajectory_id=trajectory_id,
+            episode_id=episode_id,
             branch=branch,
             is_truncated=trajectory.stop_reason.is_truncation,
             reward_parts=trajectory.reward_parts,
             state_keys=tuple(turn.state_key for turn in trajectory.turns),
-            role=str(trajectory.task.data.get("role", "")),
+            role=str(role),
         )
         for branch, spans in enumerate(trajectory.branches or [()])
     ]
@@ -160,10 +165,11 @@ def _logprobs(parts: Iterable[Numbers[float] | int]) -> Floats:
 
 
 def sequences_of(groups: Iterable[Group]) -> list[Sequence]:
-    """Make the rows of a batch in order; ids count groups and trajectories of the batch."""
+    """Make the rows of a batch in order; ids count groups, trajectories and episodes of the batch.
+
+    Each role of an episode is a trajectory, in a group with the same role of its siblings.
+    """
     rows: list[Sequence] = []
-    trajectory_ids = itertools.count()
-    for group_id, group in enumerate(groups):
-        for trajectory in group:
-            rows += make_sequences(trajectory, group_id, next(trajectory_ids))
+    for trajectory_id, (group_id, episode_id, part) in enumerate(trained_parts(groups)):
+        rows += make_sequences(part, group_id, trajectory_id, episode_id)
     return rows

@@ -23,7 +23,7 @@ from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.base import ReferenceTrainer, Teacher
 from areal_gym.trainer.batch.examples import TokenRow, placed_micro_batches
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
-from areal_gym.trainer.batch.sequences import sequences_of
+from areal_gym.trainer.batch.sequences import make_sequences
 from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.update import TrainerThread
 from areal_gym.types import Group, TokenSpan, Trajectory
@@ -190,12 +190,13 @@ async def annotate(
         TrainError: it gave numbers that are no log-probabilities.
     """
     played = [trajectory for group in groups for trajectory in group]
-    sequences = [row for row in sequences_of(groups) if row.num_trainable]
+    made = (row for i, t in enumerate(played) for row in make_sequences(t, episode_id=i))
+    sequences = [row for row in made if row.num_trainable]
     rows = [
         TokenRow(token_ids=row.token_ids, mask=row.loss_mask, num_shared=row.num_prompt_tokens)
         for row in sequences
     ]
-    owners = [played[row.trajectory_id] for row in sequences]
+    owners = [played[row.episode_id] for row in sequences]
     if prompts is not None:
         plain = rows
         rows = [_with_hint(row, *prompts(t)) for row, t in zip(rows, owners, strict=True)]

@@ -13,7 +13,7 @@ export function dialogue(trajectory, from = 0) {
 }
 
 function messageBox(message, turn, pictureOf) {
-  const label = message.role === "tool" && message.name ? `tool · ${message.name}` : message.role;
+  const label = message.role === "tool" && message.name ? `tool · ${message.name}` : turn?.turn.role ? `${message.role} · ${roleOf(turn.turn)}` : message.role;
   const isLong = message.role === "system" && (message.content || "").length > 400;
   return h(`article.message.${kindOf(message.role)}`, {},
     h("header", {}, shown(label), turn ? turnFacts(turn) : null),
@@ -38,6 +38,11 @@ function contentOf(content, limit, pictureOf) {
 
 function kindOf(role) {
   return ["system", "user", "assistant", "tool"].includes(role) ? role : "other";
+}
+
+/** The role that wrote a turn, in episodes that several roles play. */
+export function roleOf(turn) {
+  return turn.is_fixed ? `${turn.role} (another policy)` : turn.role;
 }
 
 function turnFacts({ turn, place, advantage }) {

@@ -19,7 +19,7 @@ export function timelineTab(body, trajectory) {
       start += time;
       return bar;
     });
-    return h("tr", {}, h("th", {}, String(turn.place + 1)), h("td.track", {}, h("div", {}, bars)),
+    return h("tr", {}, h("th", {}, turn.role ? `${turn.place + 1} ${turn.role}` : String(turn.place + 1)), h("td.track", {}, h("div", {}, bars)),
       h("td", {}, seconds(turn.engine_s)), h("td", {}, turn.tool ? seconds(turn.tool) : "–"), h("td", {}, seconds(turn.env)),
       h("td", {}, number(turn.tokens)), h("td", {}, turn.engine_s > 0 ? number(turn.tokens / turn.engine_s) : "–"),
       h("td", {}, turn.finish_reason), h("td", {}, turn.reward ? signed(turn.reward) : ""));

@@ -75,7 +75,7 @@ function tokensOf(trajectory) {
       const old = span.logprobs ? span.logprobs[i] : undefined;
       tokens.push({
         place: tokens.length, id, isFolded: image !== undefined && image.start < i,
-        text: image ? `[${image.length} × image ${String(image.sha256).slice(0, 4)}]` : texts[id], origin: span.origin, turn: span.turn, branch: span.branch,
+        text: image ? `[${image.length} × image ${String(image.sha256).slice(0, 4)}]` : texts[id], origin: span.origin, turn: span.turn, branch: span.branch, role: trajectory.turns[span.turn]?.role,
         version: span.policy_version, logprob: old, now,
         gap: now === undefined || old === undefined ? undefined : now - old,
         advantage: isSampled && trained ? trained.advantages[sampled] : undefined,
@@ -141,6 +141,7 @@ function described(token) {
     ["", `#${token.place}`], ["id", String(token.id)],
     ["text", token.text === undefined ? "unknown" : JSON.stringify(token.text)],
     ["", token.origin], ["turn", String(token.turn + 1)],
+    token.role ? ["role", token.role] : null,
     token.version === null ? null : ["version", String(token.version)],
     token.logprob === undefined ? null : ["log p", number(token.logprob, 4)],
     token.logprob === undefined ? null : ["p", number(Math.exp(token.logprob), 3)],

@@ -1,7 +1,7 @@
 // One trajectory: its head, and the tabs.
 import { h, fill, number, signed, shown } from "./dom.js";
 import { source } from "./source.js";
-import { messagesTab } from "./messages.js";
+import { messagesTab, roleOf } from "./messages.js";
 import { tokensTab } from "./tokens.js";
 import { timelineTab } from "./timeline.js";
 import { siblingsTab } from "./siblings.js";
@@ -76,9 +76,12 @@ function factsOf(trajectory, row) {
   for (const turn of trajectory.turns) {
     for (const [name, value] of Object.entries(turn.reward_parts)) parts.set(name, (parts.get(name) || 0) + value);
   }
+  const roles = new Map();
+  for (const turn of trajectory.turns.filter((one) => one.role)) roles.set(roleOf(turn), (roles.get(roleOf(turn)) || 0) + turn.reward);
   const versions = trajectory.policy_versions || [];
   const facts = [
     fact("reward", number(trajectory.reward), trajectory.reward >= 1 ? "good" : trajectory.reward > 0 ? "" : "bad"),
+    ...[...roles].map(([role, value]) => fact(`reward of ${role}`, number(value))),
     ...[...parts].map(([name, value]) => fact(name, number(value))),
     row.advantage === null || row.advantage === undefined ? null : fact("advantage", signed(row.advantage)),
     fact("stop reason", trajectory.stop_reason, trajectory.error ? "bad" : ""),

@@ -1,0 +1,164 @@
+"""Policies of fixed roles: the environment's own, a chat server's, or a checkpoint's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_gym.chat import Dialogue, Renderer
+from areal_gym.chat.chat_client import ChatClient
+from areal_gym.config import EngineConfig, RunConfig
+from areal_gym.engines.base import Engine, SamplingParams
+from areal_gym.envs.base import TextEnv
+from areal_gym.envs.role_order import RolePolicy
+from areal_gym.errors import ConfigError, EngineError, choices
+from areal_gym.images.openai_parts import openai_content
+from areal_gym.plugins import registry
+from areal_gym.types import text_of
+from areal_gym.utils.files import path_hints
+from areal_gym.utils.per_loop import PerLoop
+
+
+class GoldPolicy:
+    """Plays as the environment's gold policy."""
+
+    async def answer(self, env: TextEnv, seed: int) -> str:
+        """Return the gold action."""
+        return env.gold_action()
+
+
+class NoopPolicy:
+    """Plays as the environment's noop policy."""
+
+    async def answer(self, env: TextEnv, seed: int) -> str:
+        """Return the noop action."""
+        return env.noop_action()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPolicy:
+    """Asks an OpenAI-compatible chat server."""
+
+    url: str
+    params: SamplingParams
+
+    async def answer(self, env: TextEnv, seed: int) -> str:
+        """Return the text of the server's answer; it is given no tools."""
+        client = ChatClient(
+            self.url, temperature=self.params.temperature, max_tokens=self.params.max_new_tokens
+        )
+        messages = [
+            {"role": message["role"], "content": openai_content(message["content"])}
+            for message in env.dialogue
+        ]
+        return (await client.complete(messages)).text
+
+
+@dataclass(slots=True)
+class _Sampler:
+    """An engine of a checkpoint, which is started by the first that needs it."""
+
+    engine: Engine
+    renderer: Renderer
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    has_started: bool = False
+
+    async def start(self) -> None:
+        async with self.starting:
+            if not self.has_started:
+                await self.engine.start()
+                self.has_started = True
+
+    async def aclose(self) -> None:
+        await self.engine.aclose()
+
+
+_samplers: PerLoop[_Sampler] = PerLoop(_Sampler.aclose)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """Samples a checkpoint with an embedded engine of its own; each process loads it once."""
+
+    directory: Path
+    params: SamplingParams
+    settings: EngineConfig
+
+    async def answer(self, env: TextEnv, seed: int) -> str:
+        """Return the text of a sampled answer; it is encoded anew, because it is not trained on."""
+        sampler = _samplers.get(self._make, f"{self.directory} {self.settings.max_context}")
+        await sampler.start()
+        renderer = sampler.renderer
+        schemas = [tool.schema() for tool in env.tools]
+        dialogue = Dialogue(renderer, schemas, dialect=env.tool_dialect)
+        prompt = dialogue.prompt(list(env.dialogue), replaces_history=True)
+        if len(prompt.token_ids) >= sampler.engine.max_context:
+            raise EngineError(f"the dialogue of a role fills the context of {self.directory}")
+        params = SamplingParams(
+            max_new_tokens=self.params.max_new_tokens,
+            temperature=self.params.temperature,
+            stop_token_ids=renderer.stop_token_ids,
+            seed=seed,
+        )
+        name = f"fixed-{env.role}-{seed}"
+        try:
+            generation = await sampler.engine.generate(prompt.token_ids, params, session=name)
+        finally:
+            sampler.engine.release(name)
+        return text_of(dialogue.answer(prompt, generation.token_ids)["content"])
+
+    def _make(self) -> _Sampler:
+        engine = registry().load("engines", "embedded").from_settings(self.directory, self.settings)
+        return _Sampler(engine, Renderer.from_checkpoint(self.directory))
+
+
+def make_fixed_roles(
+    fixed: Mapping[str, str], env: TextEnv, config: RunConfig, key: str
+) -> dict[str, RolePolicy]:
+    """Return the policies of the fixed roles of a run, by role; `key` names the setting.
+
+    Raises:
+        ConfigError: the environment has no such role, no role is left for the policy, or there is
+            no such checkpoint.
+    """
+    for role in fixed:
+        if role not in env.roles:
+            no_roles = [f"{config.env.id} has no roles: one policy plays an episode alone"]
+            raise ConfigError(
+                f"{key}: {config.env.id} has no role {role!r}",
+                hints=choices(role, env.roles) if env.roles else no_roles,
+            )
+    if env.roles and set(fixed) == set(env.roles):
+        raise ConfigError(
+            f"{key} fixes all roles of {config.env.id}: none is left for the policy",
+            hints=[f"leave one out: {', '.join(env.roles)}"],
+        )
+    return {role: _policy_of(given, config, f"{key}.{role}") for role, given in fixed.items()}
+
+
+def _policy_of(given: str, config: RunConfig, key: str) -> RolePolicy:
+    if given == "gold":
+        return GoldPolicy()
+    if given == "noop":
+        return NoopPolicy()
+    rollout = config.rollout
+    params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
+    if "://" in given:
+        ChatClient(given)  # an address that is none is refused now
+        return ServerPolicy(given, params)
+    directory = Path(given)
+    best = directory / "checkpoints" / "best"
+    if not (directory / "config.json").exists() and (best / "config.json").exists():
+        directory = best
+    if not (directory / "config.json").exists():
+        raise ConfigError(
+            f"{key} = {given!r} is no policy",
+            hints=[
+                "gold or noop, http://HOST:PORT/v1, a checkpoint's directory or a run's",
+                *path_hints(directory),
+            ],
+        )
+    settings = EngineConfig(model=str(directory.absolute()), max_context=config.engine.max_context)
+    return CheckpointPolicy(directory.absolute(), params, settings)
