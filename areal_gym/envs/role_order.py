@@ -40,7 +40,7 @@ class RoleOrder:
 
     @property
     def dialogue(self) -> Sequence[Message]:
-        """What the role that writes next has read and written."""
+        """The messages that the role which writes next has read and written."""
         return self._dialogues.get(self.role, ())
 
     def wrote(self, message: Message) -> None:

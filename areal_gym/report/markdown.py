@@ -93,8 +93,8 @@ def _example(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
 def _roles_of_messages(row: Mapping[str, Any]) -> list[str]:
     """Return the role that wrote each message, where several roles play; else empty texts."""
     roles = [""] * len(row["messages"])
-    said = [i for i, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+    written = [i for i, message in enumerate(row["messages"]) if message["role"] == "assistant"]
     turns = row.get("turns", ())
-    for place, turn in zip(reversed(said), reversed(turns), strict=False):
+    for place, turn in zip(reversed(written), reversed(turns), strict=False):
         roles[place] = turn.get("role") or ""
     return roles

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import singledispatch
 
+from areal_gym.episode_roles import rewards_by_role
 from areal_gym.report.charts import draw
 from areal_gym.report.content import collect
 from areal_gym.run_dir.run_files import RunFiles
-from areal_gym.episode_roles import rewards_by_role
 from areal_gym.types import Group, Task, Trajectory, thaw
 from areal_gym.utils.markup import block, dialogue, escaped, number, pairs, short, table
 

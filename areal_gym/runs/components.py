@@ -56,6 +56,7 @@ class Components:
         )
         # A wrong argument is found before anything has been waited for.
         components.make_env().close()
+        components.for_evaluation(config)
         return components._with_fixed_roles(config.env.fixed_roles, config, "env.fixed_roles")
 
     def for_evaluation(self, config: RunConfig) -> Components:

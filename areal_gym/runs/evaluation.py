@@ -289,6 +289,7 @@ class Evaluations:
 
     async def _play(self, step: int, engine: Engine, *, is_shown: bool) -> None:
         config, display = self.config, self.display
+        components = self.components.for_evaluation(config)
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         reports: list[EvalReport] = []
         watches = [Watch(display.advance if is_shown else None) for _ in range(2)]
@@ -297,9 +298,7 @@ class Evaluations:
                 name = f"held-out, step {step} ({'greedy' if greedy else 'sampled'})"
                 num_samples = 1 if greedy else config.eval.num_samples
                 display.phase(name, config.eval.num_tasks * num_samples)
-            report = await measure_policy(
-                config, self.components, engine, self.renderer, greedy, watch
-            )
+            report = await measure_policy(config, components, engine, self.renderer, greedy, watch)
             reports.append(report)
         sampled, greedy_report = reports
         await asyncio.to_thread(

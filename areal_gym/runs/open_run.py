@@ -126,13 +126,7 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
     )
     log = _on_evaluation(prepared)
     evaluations = Evaluations(
-        config,
-        components.for_evaluation(config),
-        engine,
-        renderer,
-        prepared.directory,
-        display,
-        log,
+        config, components, engine, renderer, prepared.directory, display, log
     )
     stack.push_async_callback(evaluations.aclose)
     return RunContext(
