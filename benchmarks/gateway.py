@@ -36,6 +36,8 @@ class Host:
 
     first_messages: Sequence[Message] = ()
     tools: Sequence[Any] = ()
+    roles: Sequence[str] = ()
+    role: str | None = None
     is_over = False
 
     async def call_tool(self, call_id: str) -> str:
