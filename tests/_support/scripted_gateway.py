@@ -71,6 +71,8 @@ class RewardOnlyEpisode:
     first_messages = ({"role": "user", "content": "Hi."},)
     tools = ()
     is_over = False
+    roles = ()
+    role = None
 
     def __init__(self, recorder):
         self.recorder = recorder
