@@ -16,8 +16,14 @@ QWEN3_MIXTURES = {
 """Hidden and intermediate size, layers, heads, width of an expert; 8 of 128 experts are chosen."""
 
 
+SEEING = ("Qwen2.5-VL-3B", "VL-4B")
+"""Qwen2.5-VL and Qwen3-VL."""
+
+
 def config_json(name):
-    """The content of a model's config.json: "8B", "30B-A3B"."""
+    """The content of a model's config.json: "8B", "30B-A3B", "VL-4B"."""
+    if name in SEEING:
+        return _qwen2_5_vl_3b() if name == SEEING[0] else _qwen3_vl_4b()
     if name in QWEN3_MIXTURES:
         return _mixture(*QWEN3_MIXTURES[name])
     hidden, intermediate, layers, heads, is_tied = QWEN3[name]
@@ -48,3 +54,63 @@ def _mixture(hidden, intermediate, layers, heads, expert):
         norm_topk_prob=True,
         tie_word_embeddings=False,
     ).to_dict()
+
+
+def _qwen2_5_vl_3b():
+    text = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [16, 24, 24],
+        },
+        "tie_word_embeddings": True,
+    }
+    vision = {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    }
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=True
+    )
+    return config.to_dict()
+
+
+def _qwen3_vl_4b():
+    text = {
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+        },
+        "tie_word_embeddings": True,
+    }
+    vision = {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "out_hidden_size": 2560,
+        "deepstack_visual_indexes": [5, 11, 17],
+    }
+    config = transformers.Qwen3VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=True
+    )
+    return config.to_dict()

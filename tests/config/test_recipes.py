@@ -8,7 +8,7 @@ from areal_gym.cli.app import run
 from areal_gym.config import load_config
 from areal_gym.plan.plan_lines import summary
 from tests._support.paths import ROOT
-from tests._support.qwen3_shapes import QWEN3, QWEN3_MIXTURES, config_json
+from tests._support.qwen3_shapes import QWEN3, QWEN3_MIXTURES, SEEING, config_json
 from tests._support.recipe_plans import REAL, RECIPES, comments_of, planned
 
 EVERY = sorted(RECIPES.glob("**/*.yaml"))
@@ -29,7 +29,9 @@ def test_recipe_passes_a_dry_run(path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "# per step" in out
     if path in REAL:  # the model is not here, and nobody goes to fetch it
-        assert f"# memory: is told once there is Qwen3-{model_of(path)}/config.json" in out
+        assert (
+            f"# memory: is told once there is {load_config(path).engine.model}/config.json" in out
+        )
 
 
 # The plan of a large model takes up to a minute; two recipes are checked always.
@@ -75,4 +77,4 @@ def test_a_dry_run_leaves_large_models_to_the_plan(tmp_path, capsys):
 
 
 def test_every_size_has_a_recipe():
-    assert {model_of(path) for path in REAL} == {*QWEN3, *QWEN3_MIXTURES}
+    assert {model_of(path) for path in REAL} == {*QWEN3, *QWEN3_MIXTURES, *SEEING}
