@@ -32,7 +32,7 @@ _SIDES = ((64, 64), (96, 64))
 
 async def check_pictures(case: EngineCase) -> None:
     """Check turns with a picture each: read by the model, and told apart by their content."""
-    if not case.abilities.takes_images:
+    if not (case.abilities.takes_images and case.abilities.has_model):
         return
     with use_image_store(case.directory / "images"):
         async with case.engine() as engine:
@@ -47,7 +47,7 @@ async def check_pictures(case: EngineCase) -> None:
 
 async def check_picture_updates(case: EngineCase) -> None:
     """Check that pictures are read by the new weights after each publication."""
-    if not case.abilities.takes_images:
+    if not (case.abilities.takes_images and case.abilities.has_model):
         return
     with use_image_store(case.directory / "images"):
         row = _Dialogue(case, 0).add_turn()

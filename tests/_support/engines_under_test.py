@@ -178,7 +178,8 @@ ENGINES: dict[str, EngineKind] = {
         architecture="qwen3_moe",
     ),
     "scripted": EngineKind(
-        opened=_scripted, abilities=EngineAbilities(has_model=False, weight_syncs=("in-process",))
+        opened=_scripted,
+        abilities=EngineAbilities(has_model=False, takes_images=True, weight_syncs=("in-process",)),
     ),
     # The way that aborts requests: tests/sglang and tests/vllm.
     "fake-sglang-retract": EngineKind(

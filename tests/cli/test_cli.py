@@ -579,6 +579,7 @@ def test_several_env_flags_make_a_mix(cli):
     assert settings["env"] == {
         "id": "mix",
         "kwargs": {"envs": [{"id": "tir", "weight": 0.7}, {"id": "math", "weight": 0.3}]},
+        "fixed_roles": {},
     }
     assert {line for line in out.splitlines() if line.startswith("# environment:")} == {
         f"# environment: {name}, from areal-gym {__version__}" for name in ("mix", "tir", "math")
