@@ -68,7 +68,7 @@ def test_table_of_commands_names_every_command():
 def test_environment_variables_are_documented():
     source = "\n".join(file.read_text() for file in (ROOT / "areal_gym").rglob("*.py"))
     read = set(re.findall(r'"(AREAL_GYM_[A-Z_]+)"', source))
-    told_to_programs = {"AREAL_GYM_PROMPT"}
+    told_to_programs = {"AREAL_GYM_PROMPT", "AREAL_GYM_ROLES"}
     assert read - told_to_programs == {name for name in _VARIABLES if name.startswith("AREAL")}
 
 

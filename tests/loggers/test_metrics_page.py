@@ -48,6 +48,8 @@ ELSEWHERE = {
     # SGLang's counters.
     "env/judge_errors",
     "env/forks",  # of programs inside a task's place: tests/agents/test_programs_in_places.py
+    "reward/role/<role>",  # of episodes that several roles play: tests/rollout/test_roles.py
+    "eval/role/<role>",
     "train/mfu",
     "memory/gpu_peak_mb",
     "memory/gpu_reserved_mb",

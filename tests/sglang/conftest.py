@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_gym.testing.engine_contract import tiny_policies
+from tests._support.long_tests import skip_long_if_real
 from tests._support.server_processes import SERVED_CONTEXT
 from tests._support.sglang_processes import KINDS, LORA, SpareServer, running_server
 
@@ -42,6 +43,7 @@ def server(kind, policies, tmp_path_factory):
 @pytest.fixture(scope="session")
 def spare(kind, policies, tmp_path_factory):
     """A second server for all tests of a kind; each test publishes what it needs."""
+    skip_long_if_real(kind)
     server = SpareServer(kind, policies[0], tmp_path_factory.mktemp("spare"))
     yield server
     server.close()

@@ -25,6 +25,7 @@ from areal_gym.trainer.weight_sync.disk import WriteFiles
 from areal_gym.trainer.weight_sync.rank_tasks import TrainerWeights
 from areal_gym.trainer.weight_sync.tensor import _Post, _Routes
 from tests._support.engines_under_test import RULES_OF_WORKERS, SERVED_SGLANG, served
+from tests._support.long_tests import skip_long_if_real
 from tests._support.sglang_processes import running_server
 from tests._support.sglang_suite import ask, checksums, engine_over, sync_of
 from tests._support.tiny_training import batch
@@ -115,6 +116,7 @@ def test_server_of_two_workers_gets_its_weights_by_every_channel(
 
     The engine over such a server keeps the contract, too.
     """
+    skip_long_if_real(kind)
     if kind == "fake":
         pytest.skip("the stand-in is one worker")
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # else it wants a NUMA node for each

@@ -18,6 +18,7 @@ from areal_gym.runs.train import train
 from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.types import RoutedExperts
+from tests._support.long_tests import skip_long_if_real
 from tests._support.routed import own_experts
 from tests._support.sglang_processes import running_server
 from tests._support.sglang_suite import PROMPT, TOLERANCE, ask, engine_over, logprob_gap
@@ -47,6 +48,7 @@ def mixture(policies, tmp_path_factory):
 @pytest.fixture(scope="module")
 def telling(kind, mixture, tmp_path_factory):
     """The URL of a server that tells experts."""
+    skip_long_if_real(kind)
     log = tmp_path_factory.mktemp("telling") / "server.log"
     with running_server(kind, mixture[1], log, FLAG) as (url, _):
         yield url

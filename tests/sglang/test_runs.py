@@ -126,8 +126,7 @@ def test_calls_of_a_killed_server_move_to_another(server, spare, policies, decod
     asyncio.run(play())
 
 
-def test_error_after_the_last_server_dies_has_the_start_command(kind, spare, policies):
-    skip_long_if_real(kind)
+def test_error_after_the_last_server_dies_has_the_start_command(spare, policies):
     url, process = spare.started()
 
     async def play():
