@@ -97,23 +97,32 @@ class DockerPlace:
         async with self._starting:
             if not self._is_frozen:
                 return self._commands
-            if not self._has_keeper:
+            commands: Commands | EngineCommands | None = None
+            if self._has_keeper:
+                commands = await self._start_keeper()
+            if commands is None:
                 await self._call(self._container.start)
-                self._commands = EngineCommands(
+                commands = EngineCommands(
                     self._container, control=self._control, waiting=self._waiting
                 )
-            else:
-                self._commands = await self._start_keeper()
+            self._commands = commands
             self._is_frozen = False
-            return self._commands
+            return commands
 
-    async def _start_keeper(self) -> Commands:
+    async def _start_keeper(self) -> Commands | None:
+        """Start the container with its keeper; None if its own commands have broken its python3.
+
+        That must not count as a failure of the machine, which would spare a policy its reward.
+        """
         connection = await self._keeper.connect(
             lambda: self._call(self._container.start), self.is_running
         )
-        if connection is None:
-            raise SandboxError(f"the place {self.id[:12]} does not start again")
-        return Commands(connection)
+        if connection is not None:
+            return Commands(connection)
+        self._has_keeper = False
+        self._keeper.give_up()
+        await self._call(self._stop)
+        return None
 
     async def is_running(self) -> bool:
         """Return whether the container runs; SandboxError if the engine has lost it."""

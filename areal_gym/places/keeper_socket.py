@@ -24,8 +24,13 @@ _PREFIX = "areal-gym-place-"
 _START_S = 60.0
 _LOOK_S = 0.1
 # The keeper replaces the shell, so that it is the first process of the container, which no other
-# one can kill. An image without it ends, and is started again with the engine's init.
-_SCRIPT = 'command -v python3 >/dev/null 2>&1 || exit 71; exec python3 -I -S -c "$1" "$2"'
+# one can kill. An image without it ends, and is started again with the engine's init. A container
+# whose commands have broken its python3 only waits.
+_SCRIPT = """\
+if [ -e "$2.none" ]; then while :; do sleep 86400; done; fi
+command -v python3 >/dev/null 2>&1 || exit 71
+exec python3 -I -S -c "$1" "$2"
+"""
 
 
 def keeper_entrypoint() -> list[str]:
@@ -76,6 +81,10 @@ class KeeperSocket:
                     accepting.cancel()
             finally:
                 path.unlink(missing_ok=True)  # nothing in the container can connect later
+
+    def give_up(self) -> None:
+        """Let the container wait at its next start, without a keeper."""
+        (self.folder / "s.none").touch()
 
     def remove(self) -> None:
         """Remove the folder. Idempotent."""
