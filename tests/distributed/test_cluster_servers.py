@@ -35,6 +35,7 @@ def config_of():
     )
 
 
+@pytest.mark.long  # runs of test_cluster_runs restart servers, too
 def test_dead_server_process_or_actor_is_restarted(tiny_policy):
     async def scenario():
         async with open_cluster(config_of()) as cluster:

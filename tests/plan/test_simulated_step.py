@@ -216,6 +216,7 @@ def test_operations_are_those_that_the_model_needs():
     assert again == pytest.approx(needed / 3 - logits - last, rel=0.02)
 
 
+@pytest.mark.long
 def test_bytes_of_each_collective_are_what_arithmetic_gives():
     everyone, pairs = tuple(range(4)), (0, 1)
     often = "trainer.parallel.reduce=microbatch"
@@ -244,6 +245,7 @@ def test_bytes_of_each_collective_are_what_arithmetic_gives():
     assert replicas.peak["states"] == pytest.approx(8 * count / 2, rel=0.01)
 
 
+@pytest.mark.long
 def test_ranks_that_share_tokens_keep_a_part_of_the_activations():
     sizes = ("engine.max_context=4096", "trainer.tokens_per_microbatch=4096")
     sizes += ("trainer.dtype=bfloat16",)  # which the fused kernel takes: no mask of all pairs
@@ -325,7 +327,8 @@ def watch(peak, is_over):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_processes_take_what_is_simulated(num_ranks, tmp_path, monkeypatch):
     """Of a model of a hundred million parameters, whose libraries have warmed up.
 

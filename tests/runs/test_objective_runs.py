@@ -227,7 +227,9 @@ def test_conflicting_objective_settings_are_refused(overrides, complaint):
         load_config(overrides=overrides)
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo", "rm"])
+@pytest.mark.parametrize(
+    "objective", ["sft", *(pytest.param(each, marks=pytest.mark.long) for each in ("dpo", "rm"))]
+)
 def test_two_ranks_train_what_one_rank_trains(tiny_policy, tmp_path, objective):
     rows = {}
     for num_ranks in (1, 2):

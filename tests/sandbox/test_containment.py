@@ -143,7 +143,7 @@ def test_attack_suite_is_contained_as_ordinary_user(suite, least):
     assert_contained(attack(*snippets(suite), "--json", uid=NOBODY), least)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_attack_suite_is_contained_as_ordinary_user_without_namespaces():
     report = attack(*snippets("built-in"), "--json", "--without", "namespaces", uid=NOBODY)
     assert report["level"] != "isolated"

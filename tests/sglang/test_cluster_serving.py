@@ -16,7 +16,7 @@ from tests._support.sglang_processes import LORA, command_of, require_retract
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("has_adapters", [pytest.param(False, marks=pytest.mark.long), True])
 def test_run_over_servers_placed_by_ray(kind, policies, tmp_path, has_adapters):
     skip_long_if_real(kind)
     require_retract(kind)

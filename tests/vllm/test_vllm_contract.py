@@ -42,7 +42,7 @@ def test_real_vllm_with_pictures_keeps_the_contract(tmp_path):
 
 
 @NEEDS_REAL
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_workers_keep_the_contract(policies, tmp_path):
     """Each worker of a server with tensor parallelism takes its part of each tensor."""
     pair = EnginePolicies(first=policies[0], second=policies[1])
