@@ -304,7 +304,7 @@ class Trajectory:
     @property
     def num_forks(self) -> int:
         """The number of times that earlier messages were rewritten; roles have one branch each."""
-        roles = {self.turns[span.turn].role for span in self.spans if self.turns}
+        roles = {self.turns[span.turn].role for span in self.spans if span.turn < len(self.turns)}
         return self.spans[-1].branch + 1 - max(1, len(roles)) if self.spans else 0
 
     @property

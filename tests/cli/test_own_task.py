@@ -83,6 +83,7 @@ def test_the_options_are_settings_with_absolute_paths(folder, capsys):
             "reward": [f"{folder}/mine.py:exact", "format=0.1"],
             "tools": f"{folder}/mine.py:add",
         },
+        "fixed_roles": {},
     }
     assert settings["trainer"]["lr"] == 1e-6
     env = ("--env", "my_env.py:Guess", "env.kwargs.top=3")
