@@ -170,7 +170,7 @@ class _RecordedEpisode:
         self._is_full = False
         self._session: Session | None = None
         self._acting = asyncio.Lock()
-        self._tool_runs = ToolRuns(self._act_on)
+        self._tool_runs = ToolRuns()
 
     # ---- what the agent sees ------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class _RecordedEpisode:
         if message is None:
             raise AgentError(f"the policy has not made a call {call_id!r}")
         names = {tool.name for tool in self.env.tools}
-        return await self._tool_runs.output_of(message, call_id, names)
+        return await self._tool_runs.output_of(message, call_id, names, self._act_on)
 
     async def reply(self, answer: str) -> Sequence[Message]:
         async with self._acting:

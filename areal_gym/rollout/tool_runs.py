@@ -14,17 +14,14 @@ ActOn = Callable[[Message, list[ToolCall]], Awaitable[StepResult | None]]
 
 
 class ToolRuns:
-    """The messages of one episode whose tools were run, and the outputs.
+    """The messages of one episode whose tools were run, and the outputs."""
 
-    Args:
-        act_on: hands a message with its calls to the environment.
-    """
-
-    def __init__(self, act_on: ActOn) -> None:
-        self._act_on = act_on
+    def __init__(self) -> None:
         self._runs: dict[int, asyncio.Task[dict[str, str]]] = {}
 
-    async def output_of(self, message: Message, call_id: str, tools: Collection[str]) -> str:
+    async def output_of(
+        self, message: Message, call_id: str, tools: Collection[str], act_on: ActOn
+    ) -> str:
         """Return the output of one of a message's calls; raise AgentError for an unknown tool."""
         calls = [call for call in message["tool_calls"] if call["function"]["name"] in tools]
         if all(call["id"] != call_id for call in calls):
@@ -32,20 +29,21 @@ class ToolRuns:
                 f"the call {call_id!r} names a tool that the environment does not have"
             )
         if id(message) not in self._runs:
-            self._runs[id(message)] = asyncio.create_task(self._run(message, calls))
+            self._runs[id(message)] = asyncio.create_task(_run(message, calls, act_on))
         results = await asyncio.shield(self._runs[id(message)])
         return results.get(call_id, "the episode is over")
-
-    async def _run(self, message: Message, calls: list[ToolCall]) -> dict[str, str]:
-        """Hand a message with its calls to the environment, once; return the output of each."""
-        result = await self._act_on(message, calls)
-        outputs: dict[str, str] = {}
-        for index, reply in enumerate(() if result is None else result.info["messages"]):
-            key = reply.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
-            outputs[key] = "\n".join(filter(None, (outputs.get(key), readable(reply["content"]))))
-        return outputs
 
     def cancel(self) -> None:
         """Cancel what still runs."""
         for run in self._runs.values():
             run.cancel()
+
+
+async def _run(message: Message, calls: list[ToolCall], act_on: ActOn) -> dict[str, str]:
+    """Hand a message with its calls to the environment; return the output of each."""
+    result = await act_on(message, calls)
+    outputs: dict[str, str] = {}
+    for index, reply in enumerate(() if result is None else result.info["messages"]):
+        key = reply.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
+        outputs[key] = "\n".join(filter(None, (outputs.get(key), readable(reply["content"]))))
+    return outputs
