@@ -116,7 +116,6 @@ def assert_contained(report: dict[str, Any], num_least: int) -> None:
     assert report["contained"] == report["of"] >= num_least
 
 
-BOTH_SUITES = pytest.mark.parametrize(("suite", "least"), [("shared", 91), ("built-in", 170)])
 BUILT_IN = pytest.mark.parametrize(
     ("suite", "least"),
     [pytest.param("shared", 91, marks=pytest.mark.long), ("built-in", 170)],
@@ -124,7 +123,7 @@ BUILT_IN = pytest.mark.parametrize(
 
 
 @pytest.mark.slow
-@BOTH_SUITES
+@BUILT_IN
 def test_attack_suite_is_contained(suite, least):
     assert_contained(attack(*snippets(suite), "--json"), least)
 

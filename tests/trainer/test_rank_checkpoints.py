@@ -152,7 +152,7 @@ def weights_in(directory):
     return {name: t for file in weight_files(directory) for name, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_run_resumes_under_another_layout(num_ranks, home):
     if num_ranks == 1:
         results = resume(0, 1, home)
