@@ -88,7 +88,10 @@ def test_fuzz_covers_every_route_of_the_gateway():
             return {(route.method, route.resource.canonical) for route in routes}
 
     served = {(method, path) for method, path in asyncio.run(use()) if method != "HEAD"}
-    assert served == {(r.method, r.path) for r in TABLE} | {("GET", "/openapi.json")}
+    # Below /role/ROLE are the same routes again, for episodes that several roles play.
+    roles = {(method, path) for method, path in served if path.startswith("/role/{role}/")}
+    assert {path.removeprefix("/role/{role}") for _, path in roles} <= {r.path for r in TABLE}
+    assert served - roles == {(r.method, r.path) for r in TABLE} | {("GET", "/openapi.json")}
     assert {r.path for r in TABLE if r.body is not None} == set(VALID)
     assert all(r.body is not None for r in TABLE if r.method == "POST")
 
