@@ -1,10 +1,10 @@
 """The relay of `delta` for servers that a run has started: it comes and goes with the run."""
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,7 +81,15 @@ sys.stdin.read()
         assert request("GET", url, "/weights", timeout_s=60)["directory"] == str(directory)
         process.kill()
         until(lambda: not directory.exists())
-        until(lambda: not os.path.exists(f"/proc/{pid}"))
+        until(lambda: has_ended(pid))
+
+
+def has_ended(pid):
+    """Whether a process is gone, or has ended and waits for whoever adopts orphans here."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 @pytest.mark.parametrize(("num_bytes", "is_in_memory"), [(None, False), (1, True), (2**60, False)])
