@@ -24,7 +24,7 @@ _WRAPPER = 'echo $$ >&2; exec "$@"'
 
 @dataclass
 class _Output:
-    """What a command has written so far, up to a bound; the rest is read and dropped."""
+    """Keeps the outputs of a command up to a bound; the rest is read and dropped."""
 
     texts: dict[int, bytearray] = field(default_factory=lambda: {1: bytearray(), 2: bytearray()})
 

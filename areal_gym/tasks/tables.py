@@ -173,8 +173,10 @@ def load_hub(name: str, subset: str | None, split: str | None = None) -> Mapping
 
 @contextlib.contextmanager
 def _cache_without_hub(name: str) -> Iterator[None]:
-    """Let `datasets` use its cache at once if nothing can be reached: its own retries take half a
-    minute."""
+    """Let `datasets` use its cache at once if the hub cannot be reached.
+
+    Its own retries take half a minute.
+    """
     import datasets
     from huggingface_hub import HfApi, constants
 

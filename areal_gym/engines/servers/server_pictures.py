@@ -69,7 +69,7 @@ class PictureReader:
         """Return a prompt with all placeholders, and its pictures, which are put into the store.
 
         Raises:
-            ValueError: a URL is no picture's, or there are more or fewer than placeholders.
+            ValueError: a URL holds no picture, or the prompt has another number of placeholders.
         """
         if not urls:
             return list(token_ids), ()
