@@ -66,6 +66,7 @@ class RayTrainer(RemoteTrainer):
             for index in range(config.num_ranks)
         ]
         self._places: list[str] = []
+        self._first_failure: tuple[Exception, int] | None = None
         try:
             (meeting,) = self._answers([self._ranks[0].meeting.remote()])
             self._places = self._answers([rank.place.remote() for rank in self._ranks])
@@ -138,8 +139,11 @@ class RayTrainer(RemoteTrainer):
             if error is None:
                 return [ray.get(each) for each in asked]
         except ray.exceptions.RayError as lost:
+            # A step and a checkpoint are waited for by two threads; for the second of them, the
+            # ranks that `close` ends here have died too.
+            self._first_failure = self._first_failure or (lost, rank)
             self.close()
-            raise self._failure(lost, rank) from lost
+            raise self._failure(*self._first_failure) from lost
         raise error
 
     def _failure(self, lost: Exception, rank: int) -> TrainError:
