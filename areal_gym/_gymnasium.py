@@ -7,7 +7,6 @@ runs at once if Gymnasium is imported already, and right after its import otherw
 
 from __future__ import annotations
 
-import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -60,7 +59,7 @@ def _register() -> None:
         )
 
 
-class _Watch(importlib.abc.MetaPathFinder):
+class _Watch:
     """Finds Gymnasium as usual, and registers the environments after its import."""
 
     def find_spec(

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -73,7 +72,9 @@ class _MovedModule(ModuleType):
         return getattr(self.__dict__["_module"], RENAMED.get(name, name))
 
 
-class _MovedModules(MetaPathFinder, Loader):
+class _MovedModules:
+    """Finds and loads; a subclass of `importlib.abc.Loader` would cost a quarter of `--help`."""
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -82,7 +83,8 @@ class _MovedModules(MetaPathFinder, Loader):
         if new_spec is None:
             return None
         is_package = new_spec.submodule_search_locations is not None
-        return ModuleSpec(fullname, self, is_package=is_package)
+        loader: Any = self
+        return ModuleSpec(fullname, loader, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         new = new_path(spec.name)

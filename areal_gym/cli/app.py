@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,6 @@ from areal_gym.cli.output import (
     warn,
 )
 from areal_gym.errors import InfrastructureError
-from areal_gym.plugins import PluginManager, Registry, registry, set_registry
 from areal_gym.version import __version__
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
@@ -76,6 +76,8 @@ class GymGroup(Group):
             module = import_module(f"areal_gym.cli.{BUILT_IN[cmd_name][0]}")
             command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         elif cmd_name in _of_plugins():
+            from areal_gym.plugins import registry
+
             command = registry().load("commands", cmd_name)
         return command
 
@@ -108,11 +110,43 @@ class GymGroup(Group):
 
 
 def _of_plugins() -> dict[str, str]:
+    """Return the commands of plugins and their summaries; loads plugins only if there are some."""
+    if "areal_gym.plugins" not in sys.modules and not _may_have_plugins():
+        return {}
+    from areal_gym.plugins import registry
+
     return {entry.id: entry.spec.summary for entry in registry().entries("commands")}
+
+
+def _may_have_plugins() -> bool:
+    """Return whether a distribution besides ours has an entry point for us.
+
+    importlib.metadata and pluggy take as long as everything else that `--help` does; this takes
+    some milliseconds.
+    """
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or os.curdir)
+        except FileNotFoundError:
+            continue
+        except OSError:  # an archive
+            return True
+        for name in names:
+            if name.endswith(".egg"):
+                return True
+            is_ours = name.startswith(("areal_gym-", "areal_gym.egg-info"))
+            if name.endswith((".dist-info", ".egg-info")) and not is_ours:
+                file = os.path.join(folder, name, "entry_points.txt")
+                with contextlib.suppress(OSError), open(file, "rb") as entry_points:
+                    if b"[areal_gym]" in entry_points.read().replace(b" ", b""):
+                        return True
+    return False
 
 
 def _choose_plugins(ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> None:
     if names:
+        from areal_gym.plugins import PluginManager, Registry, set_registry
+
         blocked = [name.removeprefix("no:") for name in names if name.startswith("no:")]
         modules = [name for name in names if not name.startswith("no:")]
         if modules and os.getcwd() not in sys.path:
@@ -149,6 +183,8 @@ def app(ctx: click.Context, verbose: bool, plain: bool) -> None:
     options = ctx.ensure_object(Options)
     options.is_verbose |= verbose
     options.is_plain |= plain
+    from areal_gym.plugins import registry
+
     manager = registry().manager
     for notice in manager.notices:
         warn(notice)
@@ -180,4 +216,5 @@ def run(argv: Sequence[str] | None = None) -> int:
             return EXIT_BUG  # a shell asks for completions: print nothing
         return render_error(error, is_verbose=options.is_verbose)
     finally:
-        set_registry(None)
+        if plugins := sys.modules.get("areal_gym.plugins"):
+            plugins.set_registry(None)

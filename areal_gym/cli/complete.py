@@ -8,12 +8,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 import click
 from click.shell_completion import CompletionItem
 
-from areal_gym.plugins import KINDS, Kind, registry
+if TYPE_CHECKING:
+    from areal_gym.plugins import Kind
 
 Items = list[CompletionItem[str]]
 Pairs = Iterable[tuple[str, str]]
@@ -42,6 +43,8 @@ def setting_values(key: str) -> Completer:
 
 def any_id(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     """Complete runs and ids of every kind."""
+    from areal_gym.plugins import KINDS
+
     pairs = (pair for kind in KINDS for pair in _ids(kind))
     return _runs(incomplete) + matching(pairs, incomplete)
 
@@ -62,6 +65,8 @@ def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> Ite
 
 def env_arguments(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     """Complete `key=` of the arguments of the environment named before."""
+    from areal_gym.plugins import registry
+
     env = ctx.params.get("env") or ctx.params.get("target")
     names = inspect.signature(registry().load("envs", str(env))).parameters if env else ()
     return matching(((f"{name}=", "") for name in names), incomplete)
@@ -87,6 +92,8 @@ def matching(pairs: Pairs, incomplete: str) -> Items:
 
 
 def _ids(kind: Kind) -> Iterator[tuple[str, str]]:
+    from areal_gym.plugins import registry
+
     for entry in registry().entries(kind):
         is_adapter = entry.spec.shown_id != entry.id
         yield entry.id + ":" * is_adapter, entry.spec.summary
@@ -116,6 +123,7 @@ def _choices(key: str) -> Iterator[tuple[str, str]]:
     from areal_gym.config.algorithm_settings import PRESETS
     from areal_gym.config.objective_settings import OBJECTIVES
     from areal_gym.config.settings_model import setting_fields
+    from areal_gym.plugins import KINDS
 
     for kind, spec in KINDS.items():
         if spec.setting == key:

@@ -411,6 +411,31 @@ def test_plugin_module_is_loaded_without_installation(cli, plugin_module):
     assert "say hello" in cli("-p", name, "--help")[1]
 
 
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_help_loads_plugins_only_where_some_are_installed(is_installed, plugin_module, tmp_path):
+    """Commands of an installed plugin are in the help, which otherwise needs no metadata."""
+    name = plugin_module(
+        "plugin_for_cli_h", PLUGIN.format(id="mine/dice", module="plugin_for_cli_h")
+    )
+    metadata = tmp_path / "plugin_for_cli_h-0.1.dist-info"
+    metadata.mkdir()
+    metadata.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0.1\n")
+    group = "areal_gym" if is_installed else "console_scripts"
+    metadata.joinpath("entry_points.txt").write_text(f"[{group}]\nmine = {name}\n")
+    code = (
+        "import atexit, sys\n"
+        "slow = {'areal_gym.plugins', 'importlib.metadata', 'pluggy'}\n"
+        "atexit.register(lambda: print('loaded', sorted(slow & set(sys.modules))))\n"
+        "from areal_gym.cli import main; main(['--help'])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert ("say hello" in done.stdout) == is_installed
+    if not is_installed:
+        assert done.stdout.endswith("loaded []\n")
+
+
 def test_duplicate_id_is_shown_and_exits_with_4(cli, plugin_module):
     name = plugin_module("plugin_for_cli_b", PLUGIN.format(id="tir", module="plugin_for_cli_b"))
     for argv in (["list", "envs"], ["play", "tir"], ["train", "--env", "tir", "--dry-run"]):
