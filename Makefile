@@ -29,14 +29,15 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# Three processes on two cores: a third of a test's time is waiting, for servers and processes.
 # A test that fails runs once more, and the summary names it: machines that stall for seconds must
 # not fail somebody's change, and a test that needs it is to be mended.
 test: lint types
-	$(BIN)/pytest --numprocesses 2 --dist loadscope --reruns 1
+	$(BIN)/pytest --numprocesses 3 --dist loadscope --reruns 1
 
 # Half as slow again as the tests alone; the report is printed, and htmlcov/ has it line by line.
 coverage: install
-	$(BIN)/pytest --numprocesses 2 --dist loadscope --reruns 1 --cov areal_gym --cov-report term:skip-covered --cov-report html
+	$(BIN)/pytest --numprocesses 3 --dist loadscope --reruns 1 --cov areal_gym --cov-report term:skip-covered --cov-report html
 
 # The wheel in fresh environments, without torch and with [train]; needs the network.
 test-wheel:

@@ -1,5 +1,6 @@
 """What tests of several parts need."""
 
+import atexit
 import os
 import shutil
 import signal
@@ -28,7 +29,7 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=2000, deadline=None)
 settings.load_profile("fixed")
 
-# ---- several processes: pytest -n 2 --dist loadscope -----------------------------------------
+# ---- several processes: pytest -n 3 --dist loadscope -----------------------------------------
 
 # What runs in one of them, one test after the other: what shares servers that are dear to start, a
 # container engine, or the one Ray of a machine. Otherwise each file for itself.
@@ -39,11 +40,8 @@ if WORKER:
     # What others leave in the temporary directory meanwhile does not concern a test that looks.
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"{WORKER}-")
     os.chmod(tempfile.tempdir, 0o1777)
-
-
-def pytest_unconfigure():
-    if WORKER:
-        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    # Not in pytest_unconfigure: multiprocessing removes its own folder in it as the process ends.
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 
 @pytest.hookimpl(optionalhook=True)

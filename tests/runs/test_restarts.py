@@ -88,14 +88,12 @@ def test_run_without_a_checkpoint_begins_again_and_gives_up_in_the_end(
         *("guard.action=ignore", "trainer.max_restarts=1"),
         steps=2,
     )
-    once = Killing(RANK, after_step=1)
-    train(config, run_dir=tmp_path / "once", display=once)
-    assert any("going on from the beginning (restart 1 of 1" in line for line in once.said)
-    assert [row[RESTARTED] for row in RunDir(tmp_path / "once").read_metrics()] == [1, 0]
-    twice = Killing(RANK, after_step=1, how_often=2)
+    display = Killing(RANK, after_step=1, how_often=2)
     with pytest.raises(LostRankError, match=r"after 1 restarts? without a new checkpoint") as lost:
-        train(config, run_dir=tmp_path / "twice", display=twice)
-    assert twice.has_killed
+        train(config, run_dir=tmp_path / "run", display=display)
+    assert display.has_killed
+    assert any("going on from the beginning (restart 1 of 1" in line for line in display.said)
+    assert [row[RESTARTED] for row in RunDir(tmp_path / "run").read_metrics()] == [1]
     assert any("--resume" in hint for hint in lost.value.hints)
 
 

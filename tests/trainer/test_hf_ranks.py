@@ -27,7 +27,9 @@ def weights_of(trainer):
         ),
         pytest.param({"algorithm": "ppo", "parallel": {"expert": 2}}, id="divided experts"),
         pytest.param({"algorithm": "ppo", "routing_replay": True}, id="replayed experts"),
-        pytest.param({"algorithm": "ppo", "lora": {"rank": 4}}, id="adapter"),
+        pytest.param(
+            {"algorithm": "ppo", "lora": {"rank": 4}}, id="adapter", marks=pytest.mark.long
+        ),
     ],
 )
 def test_two_ranks_train_what_one_rank_trains(settings, tmp_path):

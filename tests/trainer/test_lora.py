@@ -141,7 +141,7 @@ def test_trainer_publishes_adapter_or_merged_weights(tmp_path):
     assert distance(weights_of(one), merged) > 1e-4
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_worker_trains_adapters(num_ranks, tmp_path):
     config = TrainerConfig(**TRAINING, num_ranks=num_ranks)
     theirs = ProcessTrainer(Trainer, tiny_checkpoint(), config, advantage=grpo, loss=ppo_clip)

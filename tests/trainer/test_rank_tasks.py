@@ -30,7 +30,15 @@ def ranks_by_number(side):
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"replicate": 2}, {"tensor": 2}, {"context": 2}, {"expert": 2}], ids=str
+    "parallel",
+    [
+        {"tensor": 2},
+        *(
+            pytest.param({key: 2}, marks=pytest.mark.long)
+            for key in ("replicate", "context", "expert")
+        ),
+    ],
+    ids=str,
 )
 def test_every_rank_writes_and_all_agree(parallel, tmp_path):
     try:
