@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 
 from areal_gym.errors import DataError, choices
-from areal_gym.images.row_images import hashes, image_column, read_images, with_images
+from areal_gym.images.row_images import (
+    hashes,
+    image_column,
+    read_images,
+    require_no_marks,
+    with_images,
+    with_read_parts,
+)
 from areal_gym.rewards.base import SAMPLE_NAMES
 from areal_gym.tasks import Draft, SourceRow, key_of_text
 from areal_gym.types import Message, readable
@@ -59,9 +66,10 @@ def drafts(
                 )
         try:
             given, shown = dict(row.data), image_column(row.data)
+            folder = Path(row.where.rpartition(", ")[0]).parent
             if shown is not None and shown != prompt:
-                folder = Path(row.where.rpartition(", ")[0]).parent
-                given[shown] = read_images(given[shown], folder)
+                given[shown] = read_images(given[shown], folder, shown)
+            given[prompt] = with_read_parts(given[prompt], folder, prompt)
             data = {name: plain_value(value) for name, value in given.items()}
             messages = row_messages(data, prompt)
         except ValueError as error:
@@ -82,7 +90,10 @@ def row_messages(data: Mapping[str, Any], prompt: str) -> list[Message]:
     """
     shown = image_column(data)
     images = [] if shown in (None, prompt) else read_images(data[str(shown)], Path())
-    return with_images(messages_of(data[prompt]), images)
+    messages = messages_of(data[prompt])
+    if not images:
+        require_no_marks(data, messages)
+    return with_images(messages, images)
 
 
 def prompt_column(row: Mapping[str, Any], column: str | None) -> str | None:

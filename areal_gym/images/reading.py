@@ -100,9 +100,14 @@ def encode_png(picture: Image.Image) -> bytes:
     """Return the pixels of a Pillow image as an RGB PNG, upright and without metadata.
 
     Transparent pixels get a white background. Equal pixels give equal bytes.
+
+    Raises:
+        UsageError: it has no pixels.
     """
     from PIL import Image, ImageOps
 
+    if not all(picture.size):
+        raise UsageError(f"a picture of {picture.width} x {picture.height} pixels shows nothing")
     upright: Image.Image = ImageOps.exif_transpose(picture)
     if upright.mode.startswith("I"):  # 16 bits and more; `convert` would clip them
         upright = upright.point(lambda value: value / 257).convert("L")
@@ -167,7 +172,7 @@ def _too_many_pixels(size: str, limits: ImageLimits) -> UsageError:
 
 
 def _unreadable(error: Exception) -> UsageError:
-    return UsageError(
-        f"a picture cannot be read ({type(error).__name__}: {str(error)[:120]}); "
-        "whole PNG, JPEG and WebP files can"
-    )
+    reason = f"{type(error).__name__}: {str(error)[:120]}"
+    if isinstance(error, pillow().UnidentifiedImageError):
+        reason = "its bytes are of another format, or not a picture"
+    return UsageError(f"a picture cannot be read ({reason}); whole PNG, JPEG and WebP files can")

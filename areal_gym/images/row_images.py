@@ -1,15 +1,20 @@
-"""Pictures in rows of data: the column that has them, and their places in the prompt."""
+"""Pictures in rows of data: the column that has them, and their places in the prompt.
+
+A picture may also be inside of a part of a message, as OpenAI, transformers and qwen-vl-utils write
+it: `{"type": "image_url", "image_url": {"url": "data:..."}}`, `{"type": "image", "path": "a.png"}`.
+"""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from areal_gym.errors import UsageError
 from areal_gym.images.image_store import image_store
-from areal_gym.images.reading import read_data_url
+from areal_gym.images.reading import decode_base64, read_data_url
 from areal_gym.message_types import is_content
 from areal_gym.types import Content, ImagePart, Message, TextPart, images_of
 
@@ -17,28 +22,72 @@ IMAGE_COLUMNS = ("images", "image")
 """Where the pictures of a row are looked for, in this order."""
 MARK = "<image>"
 """Stands in a prompt for the next picture of the row."""
-_ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
+_READ = (".png", ".jpg", ".jpeg", ".webp")
+_ENDINGS = (*_READ, ".gif", ".bmp", ".tif", ".tiff", ".heic", ".avif", ".svg")
+"""Endings by which a text is the path of a picture; most other formats than those that are read."""
+_BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|UklGR)[A-Za-z0-9+/]{40}")
+"""The beginning of a PNG, JPEG or WebP file in base64."""
 _LARGEST_FILE = 64 * 2**20
+_PARTS = ("image", "image_url", "input_image")
+"""The types of parts that are pictures."""
+_HOLDERS = ("bytes", "path", "image", "image_url", "url", "base64", "data")
+"""The keys of objects under which a picture is looked for, in this order."""
 
 
 def image_column(row: Mapping[str, Any]) -> str | None:
     """Return the name of the column with pictures; None if the row has none."""
-    return next((name for name in IMAGE_COLUMNS if _is_picture(row.get(name))), None)
+    return next((name for name in IMAGE_COLUMNS if _has_picture(row.get(name))), None)
 
 
-def read_images(value: Any, folder: Path) -> list[ImagePart]:
+def read_images(value: Any, folder: Path, column: str = "images") -> list[ImagePart]:
     """Return the pictures of a column; their bytes are kept in the store of the process.
 
     Args:
-        value: one picture or several: bytes, a path, a Pillow image, a `data:` URL, or an object
-            `{"bytes": ..., "path": ...}`, as `datasets.Image` has it in files.
+        value: one picture or several: bytes, a path, a Pillow image, a `data:` URL, base64, or an
+            object `{"bytes": ..., "path": ...}`, as `datasets.Image` has it in files.
         folder: where paths begin.
+        column: the column's name, for errors.
 
     Raises:
-        ValueError: a picture cannot be read; the text says why.
+        ValueError: a picture cannot be read; the text says which, and why.
     """
     pictures = value if isinstance(value, list | tuple) else [value]
-    return [_read(picture, folder, number) for number, picture in enumerate(pictures, start=1)]
+    return [
+        _read(picture, folder, f"column {column!r}, picture {number}")
+        for number, picture in enumerate(pictures, start=1)
+    ]
+
+
+def with_read_parts(prompt: Any, folder: Path, column: str) -> Any:
+    """Return messages whose parts name the pictures that they had in them.
+
+    Values that are no messages with such parts are returned as they are; parts of type "image"
+    without a picture stay, as marks of the row's next one.
+
+    Raises:
+        ValueError: a picture cannot be read; the text says which, and why.
+    """
+    if isinstance(prompt, Mapping):
+        return with_read_parts([prompt], folder, column)[0]
+    if not isinstance(prompt, list | tuple):
+        return prompt
+    messages: list[Any] = []
+    number = itertools.count(1)
+    for message in prompt:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list | tuple):
+            parts = [_part(part, folder, column, number) for part in content]
+            message = {**message, "content": parts}
+        messages.append(message)
+    return messages
+
+
+def _part(part: Any, folder: Path, column: str, number: Iterator[int]) -> Any:
+    if not isinstance(part, Mapping) or part.get("type") not in _PARTS or "sha256" in part:
+        return part
+    if _held(part) is None:
+        return {"type": "image"}
+    return _read(part, folder, f"column {column!r}, picture {next(number)}")
 
 
 def with_images(messages: Sequence[Message], images: Sequence[ImagePart]) -> list[Message]:
@@ -51,6 +100,11 @@ def with_images(messages: Sequence[Message], images: Sequence[ImagePart]) -> lis
         ValueError: there are more or fewer marks than pictures.
     """
     if not images:
+        if any(map(has_empty_part, messages)):
+            raise ValueError(
+                "the messages have places of pictures, and the row has no pictures: "
+                f"there is no column {' or '.join(IMAGE_COLUMNS)} with any"
+            )
         return list(messages)
     num_marks = sum(_num_marks(message) for message in messages)
     if not num_marks:
@@ -67,6 +121,13 @@ def with_images(messages: Sequence[Message], images: Sequence[ImagePart]) -> lis
     return [_filled(message, left) for message in messages]
 
 
+def require_no_marks(row: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    """Raise ValueError for marks of pictures in a row whose column of pictures is empty."""
+    empty = [name for name in IMAGE_COLUMNS if name in row and row[name] in (None, "", [], ())]
+    if empty and (num_marks := sum(map(_num_marks, messages))):
+        raise ValueError(f"the prompt has {num_marks} marks of pictures, column {empty[0]!r} none")
+
+
 def has_empty_part(message: Message) -> bool:
     """Return whether a message has a part of type "image" without a picture."""
     return any(_is_mark(part) for part in _parts(message["content"]))
@@ -77,43 +138,66 @@ def hashes(messages: Sequence[Message]) -> list[str]:
     return [part["sha256"] for message in messages for part in images_of(message["content"])]
 
 
+def _has_picture(value: Any) -> bool:
+    # Of several, one is enough: the others are refused by their number, and not passed over.
+    return any(map(_is_picture, value if isinstance(value, list | tuple) else [value]))
+
+
 def _is_picture(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return bool(value) and all(map(_is_picture, value))
     if isinstance(value, Mapping):
-        return value.get("bytes") is not None or value.get("path") is not None or "sha256" in value
+        return "sha256" in value or _held(value) is not None
     if isinstance(value, str):  # other texts are columns of texts that are called so
-        return value.startswith("data:image/") or value.lower().endswith(_ENDINGS)
-    return isinstance(value, bytes) or _is_pillow(value)
+        is_named = value.lower().endswith(_ENDINGS) and "\n" not in value
+        return is_named or value.startswith("data:image/") or _BASE64.match(value) is not None
+    return isinstance(value, bytes | bytearray | Path) or _is_pillow(value)
 
 
 def _is_pillow(value: Any) -> bool:
     return hasattr(value, "getexif") and hasattr(value, "convert")
 
 
-def _read(picture: Any, folder: Path, number: int) -> ImagePart:
+def _held(value: Mapping[str, Any]) -> Any:
+    """Return what an object has as its picture; None if it has none."""
+    held = next((value[name] for name in _HOLDERS if value.get(name) is not None), None)
+    return _held(held) if isinstance(held, Mapping) else held
+
+
+def _read(picture: Any, folder: Path, which: str) -> ImagePart:
     if isinstance(picture, Mapping) and "sha256" in picture:  # read before: a task of a record
         return cast(ImagePart, dict(picture))
     try:
         if isinstance(picture, Mapping):
-            raw = picture.get("bytes")
-            picture = picture.get("path") if raw is None else raw
+            picture = _held(picture)
+        if isinstance(picture, bytearray):
+            picture = bytes(picture)
         if isinstance(picture, str) and picture.startswith("data:"):
             raw, media_type = read_data_url(picture)
             return image_store().add(raw, media_type=media_type)
-        if isinstance(picture, str):
-            picture = _file(folder / picture)
+        if isinstance(picture, str) and _BASE64.match(picture):
+            picture = decode_base64(picture)
+        if isinstance(picture, str | Path):
+            picture = _file(picture, folder)
         if isinstance(picture, bytes) or _is_pillow(picture):
             return image_store().add(picture)
-    except (UsageError, OSError) as error:
-        raise ValueError(f"picture {number}: {error}") from None
-    raise ValueError(f"picture {number} is a {type(picture).__name__}, not bytes, a path or image")
+    except (UsageError, OSError, ValueError) as error:
+        raise ValueError(f"{which}: {error}") from None
+    kind = "missing" if picture is None else f"a {type(picture).__name__}"
+    raise ValueError(f"{which} is {kind}; needed are bytes, a path, base64 or a Pillow image")
 
 
-def _file(path: Path) -> bytes:
-    if path.stat().st_size > _LARGEST_FILE:
-        raise UsageError(f"{path} is too large for a picture")
-    return path.read_bytes()
+def _file(path: str | Path, folder: Path) -> bytes:
+    if re.match(r"(?!file:)\w+://", str(path)):
+        raise ValueError(f"{str(path)[:80]} is not fetched; download it, and give its path")
+    file = folder / str(path).removeprefix("file://")
+    if not file.is_file():
+        kind = "is not a file" if file.exists() else "does not exist"
+        raise ValueError(f"{file} {kind}; paths begin at {folder.absolute()}")
+    if file.stat().st_size > _LARGEST_FILE:
+        raise ValueError(f"{file} has more than {_LARGEST_FILE:,} bytes")
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _parts(content: Content) -> list[TextPart | ImagePart]:

@@ -124,20 +124,35 @@ def _plain(value: Any) -> Any:
 
 
 class DatasetRows(Rows):
-    """Rows of a `datasets.Dataset`."""
+    """Rows of a `datasets.Dataset`; pictures are `{"bytes": ..., "path": ...}`, not decoded."""
 
     def __init__(self, dataset: Any, name: str, label: str | None = None) -> None:
         self.name = name
-        self._dataset = dataset
+        features = dataset.features or {}
+        shown = [column for column, feature in features.items() if _has_pictures(feature)]
+        self._columns = list(features)
+        # `datasets` would decode pictures by its own rules, and raise without naming the row.
+        self._pictures = dataset.select_columns(shown).with_format("arrow") if shown else None
+        self._dataset = dataset.remove_columns(shown) if shown else dataset
+        self._has_others = len(shown) < len(features)
         self._label = name if label is None else label
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self._dataset if self._pictures is None else self._pictures)
 
     def _read(self, index: int) -> SourceRow:
         where = f"{self.name}, row {index + 1}"
-        row = row_object(self._dataset[index], where)
+        row = row_object(self._dataset[index] if self._has_others else {}, where)
+        if self._pictures is not None:
+            given = {**row, **self._pictures[index : index + 1].to_pylist()[0]}
+            row = {column: given[column] for column in self._columns}
         return SourceRow(where, f"{self._label}/{index + 1}", row)
+
+
+def _has_pictures(feature: Any) -> bool:
+    """Return whether a feature of `datasets` is a picture, or a list of pictures."""
+    inner = getattr(feature, "feature", None) or (feature[0] if isinstance(feature, list) else None)
+    return type(inner or feature).__name__ == "Image"
 
 
 def load_hub(name: str, subset: str | None, split: str | None = None) -> Mapping[str, Any]:

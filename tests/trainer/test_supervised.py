@@ -17,6 +17,7 @@ from areal_gym.trainer.batch.examples import TokenRow, batch_of_step
 from areal_gym.trainer.objectives.dpo import Dpo, is_preferred, preference_loss
 from areal_gym.trainer.objectives.reward_model import BradleyTerry
 from areal_gym.trainer.objectives.supervised import Sft, Supervised
+from tests._support.picture_rows import seeing_policy, two_groups
 from tests._support.plain_attention import causal_attend
 from tests._support.tiny_training import CONFIG, random_ids, tiny_decoder
 
@@ -324,3 +325,32 @@ def test_reward_model_scores_the_last_token_and_needs_its_head(tmp_path):
         Supervised(tiny_decoder(), TrainerConfig(), objective=BradleyTerry()).evaluate([pair])
     assert isinstance(model, RewardModel)
     assert model.config == CONFIG
+
+
+def test_supervised_passes_keep_within_the_patches_of_a_microbatch(tmp_path):
+    def measured(most, directory):
+        with seeing_policy("qwen3_vl", directory) as policy:
+            examples = [
+                (TokenRow(token_ids=row.token_ids, mask=marked(row), images=row.images),)
+                for row in two_groups(policy)
+            ]
+            settings = {"lr": 1e-3, "vision": "full", "patches_per_microbatch": most}
+            trainer = Supervised(policy, TrainerConfig.model_validate(settings), objective=Sft())
+            numbers = []
+            policy.vision.tower.register_forward_pre_hook(
+                lambda module, args, kwargs: numbers.append(len((*args, *kwargs.values())[0])),
+                with_kwargs=True,
+            )
+            metrics = trainer.step(examples)
+            return numbers, metrics["train/loss"], metrics["train/grad_norm"]
+
+    def marked(row):
+        return [i >= row.num_shared + 1 for i in range(len(row.token_ids))]
+
+    (whole, *more), loss, norm = measured(65536, tmp_path / "whole")
+    parts, loss_of_parts, norm_of_parts = measured(128, tmp_path / "parts")
+    assert (more, whole > 128) == ([], True)
+    assert len(parts) > 1
+    assert max(parts) <= 128
+    assert loss_of_parts == pytest.approx(loss, rel=1e-5)
+    assert norm_of_parts == pytest.approx(norm, rel=1e-4)

@@ -22,7 +22,8 @@ from areal_gym.chat import Renderer, transcribe
 from areal_gym.chat.template import ToolSchemas
 from areal_gym.chat.transcript import closing_ids
 from areal_gym.errors import DataError, NothingToDoError, did_you_mean
-from areal_gym.images.row_images import has_empty_part, image_column, read_images, with_images
+from areal_gym.images.row_images import image_column, read_images, with_images, with_read_parts
+from areal_gym.message_types import is_content
 from areal_gym.trainer.batch.examples import Example, TokenRow
 from areal_gym.types import Message, ToolCall
 from areal_gym.utils.files import path_hints
@@ -92,7 +93,8 @@ def read_file(path: Path, *, is_preference: bool, is_labelled: bool = False) -> 
         NothingToDoError: the file is empty.
     """
     items: list[Written] = []
-    for where, row in _rows(path):
+    for where, given in _rows(path):
+        row = _with_read_parts(given, path.parent, where)
         tools = row.get("tools") or ()
         if not isinstance(tools, list | tuple) or not all(isinstance(t, dict) for t in tools):
             raise DataError(f"{where}: tools is {tools!r:.80}; a list of schemas is needed")
@@ -283,7 +285,17 @@ def _is_part(part: Any) -> bool:
     if not isinstance(part, dict):
         return False
     is_text = part.get("type") == "text" and isinstance(part.get("text"), str)
-    return is_text or part == {"type": "image"}
+    return is_text or part == {"type": "image"} or is_content([part])
+
+
+def _with_read_parts(row: Mapping[str, Any], folder: Path, where: str) -> Mapping[str, Any]:
+    """Return the row with the pictures of its messages' parts in the store."""
+    try:
+        given = {name: row[name] for name in ("prompt", "messages") if name in row}
+        read = {name: with_read_parts(value, folder, name) for name, value in given.items()}
+        return {**row, **read}
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
 def _with_pictures(
@@ -292,9 +304,7 @@ def _with_pictures(
     """Return the messages with the pictures of the row's column at their marks."""
     column = image_column(row)
     try:
-        images = [] if column is None else read_images(row[column], folder)
-        if not images and any(has_empty_part(message) for message in messages):
-            raise ValueError("the messages have places of pictures, and the row has no `images`")
+        images = [] if column is None else read_images(row[column], folder, column)
         return with_images(messages, images)
     except ValueError as error:
         raise DataError(f"{where}: {error}") from None

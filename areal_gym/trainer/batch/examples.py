@@ -65,6 +65,8 @@ def placed_micro_batches(
         yield pack_examples([examples[index] for index in indexes], device), indexes
 
 
-def pack_examples(part: Sequence[Example], device: torch.device | str) -> PackedBatch:
-    """Pack examples as one micro-batch."""
-    return pack([row for rows in part for row in rows], device)
+def pack_examples(
+    part: Sequence[Example], device: torch.device | str, *, has_images: bool = False
+) -> PackedBatch:
+    """Pack examples as one micro-batch; with `has_images`, others of the update have pictures."""
+    return pack([row for rows in part for row in rows], device, has_images=has_images)

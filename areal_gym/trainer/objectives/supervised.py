@@ -22,7 +22,7 @@ from torch import Tensor
 from areal_gym.config import TrainerConfig
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
-from areal_gym.trainer.batch.bins import best_fit
+from areal_gym.trainer.batch.bins import Row, best_fit, split_by_patches
 from areal_gym.trainer.batch.examples import Example, example_tokens, pack_examples
 from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.out_of_memory import readable_memory_errors
@@ -173,9 +173,10 @@ class Supervised(PolicyTrainer):
         if self._objective.has_batch_mean:
             self._objective.batch_mean = self._batch_mean(examples)
         passes = self._microbatches(examples)
+        has_images = any(row.images for example in examples for row in example)  # of any rank
         for part, is_mine in reducing_once(passes, self.config, self.decoder) if learns else passes:
             with autocast(self._device, self.config):
-                batch = pack_examples(part, self._device)
+                batch = pack_examples(part, self._device, has_images=has_images)
                 judgement = self._objective(self.decoder, batch, part)
             if learns:
                 # Gradients are averaged over the ranks; each data rank has a part of the loss.
@@ -205,8 +206,14 @@ class Supervised(PolicyTrainer):
         """Yield the micro-batches of this rank's share, and whether they count."""
         costs = [example_tokens(example) for example in examples]
         mine = self._ranks.share(range(len(examples)), costs)
-        parts = best_fit([costs[i] for i in mine], self.config.tokens_per_microbatch)
-        microbatches = [[mine[j] for j in part] for part in parts]
+        bins = best_fit([costs[i] for i in mine], self.config.tokens_per_microbatch)
+        shown = [
+            Row(token_ids=(), images=tuple(image for row in example for image in row.images))
+            for example in examples
+        ]
+        most = self.config.patches_per_microbatch
+        full = ([mine[j] for j in part] for part in bins)
+        microbatches = [part for each in full for part in split_by_patches(shown, each, most)]
         spare = min(range(len(examples)), key=lambda i: costs[i])
         for indexes, is_mine in self._ranks.equal_passes(microbatches, spare):
             yield [examples[i] for i in indexes], is_mine
