@@ -25,6 +25,10 @@ COMMITS = (
     ("ee28062", "tests/utils/test_garbage.py"),
     ("6bc06c8", "tests/envs/harbor/test_task_folder.py"),
     ("c9993a6", "tests/utils/test_code_references.py"),
+    ("719b591", "tests/rollout/test_journal.py"),
+    ("3f72283", "tests/rewards/test_reward_set.py"),
+    ("048dcaf", "tests/utils/test_changed_elements.py"),
+    ("a7d1aed", "tests/chat/test_templates.py"),
 )
 PACKAGES = (
     *("pytest", "hypothesis", "gymnasium", "pydantic", "pluggy", "platformdirs", "click", "rich"),
