@@ -11,6 +11,8 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+import struct
+import zlib
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,11 @@ MEDIA_TYPE = "image/png"
 _FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "MPO": "image/jpeg", "WEBP": "image/webp"}
 """Pillow's names of the formats that are read; MPO is a JPEG file with further pictures behind."""
 _DATA_URL = re.compile(r"data:([\w/+.-]*);base64,", re.IGNORECASE)
+_SAMPLED = 16
+"""One line of so many shows how much smaller a picture becomes by compression."""
+_MOST_PLAIN = 4 * 2**20
+"""Bytes of pixels that are kept without compression; what is sent around stays below that."""
+_CRC = {kind: zlib.crc32(kind) for kind in (b"IHDR", b"IDAT", b"IEND")}
 _TYPES = {"image/jpg": "image/jpeg"}
 
 
@@ -116,11 +123,32 @@ def encode_png(picture: Image.Image) -> bytes:
         upright = Image.new("RGB", layer.size, "white")
         upright.paste(layer, mask=layer.getchannel("A"))
     rgb = upright.convert("RGB")
+    pixels, width = rgb.tobytes(), 3 * rgb.width
+    # Of a photograph, filters and deflate take 22 of 25 ms and save a fourth. A sample of the lines
+    # says whether this is one; drawn pictures become much smaller in a few milliseconds.
+    sample = b"".join(pixels[i : i + width] for i in range(0, len(pixels), _SAMPLED * width))
+    is_worth = 2 * len(zlib.compress(sample, 1)) < len(sample)
+    if is_worth or len(pixels) <= _MOST_PLAIN:
+        return _unfiltered_png(pixels, rgb.size, int(is_worth))
     rgb.info.clear()  # else a colour profile would be written
     out = BytesIO()
-    # The fastest level: a photograph of 640 x 480 takes 5 ms, and twice as much by default.
     rgb.save(out, "PNG", compress_level=1)
     return out.getvalue()
+
+
+def _unfiltered_png(pixels: bytes, size: tuple[int, int], level: int) -> bytes:
+    """Return RGB pixels as a PNG without filters, which Pillow cannot write; level 0 only packs.
+
+    Source: PNG, third edition (W3C), sections 5 and 11.2.
+    """
+    stride = 3 * size[0]
+    lines = b"".join(b"\0" + pixels[i : i + stride] for i in range(0, len(pixels), stride))
+    header = struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines, level)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(body, _CRC[kind]))
+        for kind, body in chunks
+    )
 
 
 def data_url(png: bytes) -> str:

@@ -2,13 +2,14 @@
 
 import base64
 import io
+import random
 import zlib
 
 import pytest
 from PIL import Image
 
 from areal_gym.errors import UsageError
-from areal_gym.images import ImageLimits, data_url, read_data_url, read_image
+from areal_gym.images import ImageLimits, data_url, encode_png, read_data_url, read_image
 from tests._support.tiny_vision import picture
 
 
@@ -139,3 +140,22 @@ def test_data_urls_round_trip():
 def test_other_urls_are_refused_with_the_reason(url, reason):
     with pytest.raises(UsageError, match=reason):
         read_data_url(url)
+
+
+def noise(width=640, height=480):
+    return Image.frombytes("RGB", (width, height), random.Random(0).randbytes(3 * width * height))
+
+
+@pytest.mark.parametrize(
+    ("image", "most"),
+    [(noise(), 3 * 640 * 480 + 1000), (picture(1, 640, 480), 20_000), (noise(1300, 1100), 2**23)],
+    ids=["photograph", "drawn", "large"],
+)
+def test_pictures_are_written_as_they_are_and_read_by_every_reader(image, most):
+    png = encode_png(image)
+    made = decoded(png)
+    assert made.tobytes() == image.tobytes()
+    assert len(png) < most
+    made = decoded(png)
+    made.verify()  # the sums of all chunks
+    assert read_image(png)[0] == png
