@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_gym.errors import ConfigError, EnvError, EnvUnreachableError
 from areal_gym.utils.markup import short
@@ -15,6 +15,8 @@ from areal_gym.utils.per_loop import PerLoop
 
 if TYPE_CHECKING:
     import aiohttp
+
+_T = TypeVar("_T")
 
 FIRST_WAIT_S = 0.5
 """Wait before the second try; doubled for each later one."""
@@ -88,7 +90,8 @@ class ChatClient:
                 hints=["write it in full: http://HOST:PORT/v1"],
             )
         base = url.rstrip("/")
-        self._url = f"{base if base.endswith('/v1') else base + '/v1'}/chat/completions"
+        self._base = base if base.endswith("/v1") else base + "/v1"
+        self._url = f"{self._base}/chat/completions"
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self._timeout_s = timeout_s
         self._num_tries = num_tries
@@ -118,10 +121,25 @@ class ChatClient:
             RefusedError: the server refuses the request.
             EnvError: the server gave no answer, or none that is a chat completion.
         """
+        request = {**self._body, "messages": list(messages), **body}
+        return await self._call("POST", self._url, request, _read_reply, "chat completion")
+
+    async def models(self) -> list[str]:
+        """Return the names of the models that the server offers; raise as `complete` does."""
+        return await self._call("GET", f"{self._base}/models", None, _read_models, "list of models")
+
+    async def _call(
+        self,
+        method: str,
+        url: str,
+        body: Mapping[str, Any] | None,
+        read: Callable[[str], _T | None],
+        what: str,
+    ) -> _T:
+        """Send a request until `read` makes something of the answer, or all tries are used."""
         import aiohttp
 
-        pool = _pools.get(lambda: _Pool(self._num_at_once), f"{self._num_at_once} {self._url}")
-        request = {**self._body, "messages": list(messages), **body}
+        pool = _pools.get(lambda: _Pool(self._num_at_once), f"{self._num_at_once} {self._base}")
         trouble, wait_s = "", 0.0
         kind: type[EnvError] = EnvError
         for number in range(self._num_tries):
@@ -130,7 +148,7 @@ class ChatClient:
             wait_s, kind = 0.0, EnvError
             try:
                 async with pool.free:
-                    status, text, wait_s = await self._post(pool.session, request)
+                    status, text, wait_s = await self._send(pool.session, method, url, body)
             except (aiohttp.ClientError, TimeoutError) as error:
                 is_down = isinstance(error, aiohttp.ClientConnectorError)
                 kind = EnvUnreachableError if is_down else EnvError
@@ -139,10 +157,10 @@ class ChatClient:
                     trouble = f"nothing came within {self._timeout_s:g} s"
                 continue
             if status == 200:
-                reply = _read_reply(text)
+                reply = read(text)
                 if reply is not None:
                     return reply
-                trouble = f"no chat completion: {short(text, 200)!r}"
+                trouble = f"no {what}: {short(text, 200)!r}"
                 continue
             trouble = f"HTTP {status}: {short(text, 200)}"
             if status in (401, 403):
@@ -152,17 +170,21 @@ class ChatClient:
                 kind = RefusedError
             if status not in _RETRIED:
                 break
-        raise kind(f"{self._url} gave no answer: {trouble}")
+        raise kind(f"{url} gave no answer: {trouble}")
 
-    async def _post(
-        self, session: aiohttp.ClientSession, body: Mapping[str, Any]
+    async def _send(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        url: str,
+        body: Mapping[str, Any] | None,
     ) -> tuple[int, str, float]:
         """Return the status, the text, and the seconds that the server asks to wait."""
         key = os.environ.get(self._key_env) if self._key_env else None
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with (
             asyncio.timeout(self._timeout_s),
-            session.post(self._url, json=body, headers=headers) as response,
+            session.request(method, url, json=body, headers=headers) as response,
         ):
             raw = bytearray()
             async for chunk in response.content.iter_chunked(2**16):
@@ -189,3 +211,11 @@ def _read_reply(text: str) -> ChatReply | None:
     usage = usage if isinstance(usage, dict) else {}
     counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
     return ChatReply(message, *(n if type(n) is int and n >= 0 else 0 for n in counts))
+
+
+def _read_models(text: str) -> list[str] | None:
+    """Return the ids of a list of models; None if the text is not one."""
+    try:
+        return [str(row["id"]) for row in json.loads(text)["data"]]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None

@@ -20,8 +20,8 @@ async def play_fixed_roles(
 ) -> StepResult:
     """Play until it is the policy's turn, or the episode is over; return the last step.
 
-    `result` is the step so far, and `of_env` calls the environment and attributes its failures;
-    the policy of a fixed role fails as part of the environment.
+    `result` is the step so far, and `of_env` calls the environment and attributes its failures. A
+    server or an engine that plays a role fails as engines do: the group is played again.
     """
     while not recorder.is_over and (role := env.role) is not None and role in env.fixed_roles:
         seed, start_s = derive_seed(recorder.seed, len(recorder.turns), 2), time.perf_counter()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 from areal_gym.chat import Dialogue, Renderer
 from areal_gym.chat.chat_client import ChatClient
@@ -13,7 +14,14 @@ from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import TextEnv
 from areal_gym.envs.role_order import RolePolicy
-from areal_gym.errors import ConfigError, EngineError, choices
+from areal_gym.errors import (
+    ConfigError,
+    EngineError,
+    EngineUnreachableError,
+    EnvError,
+    EnvUnreachableError,
+    choices,
+)
 from areal_gym.images.openai_parts import openai_content
 from areal_gym.plugins import registry
 from areal_gym.types import text_of
@@ -37,23 +45,52 @@ class NoopPolicy:
         return env.noop_action()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ServerPolicy:
-    """Asks an OpenAI-compatible chat server."""
+    """Asks an OpenAI-compatible chat server.
+
+    `?model=NAME` at the end of the URL names the model; without it, the server has to have one
+    only.
+    """
 
     url: str
     params: SamplingParams
+    _client: ChatClient = field(init=False, repr=False)
+    _model: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        base, _, query = self.url.partition("?")
+        self._model = dict(parse_qsl(query)).get("model", "")
+        self._client = ChatClient(
+            base, temperature=self.params.temperature, max_tokens=self.params.max_new_tokens
+        )
 
     async def answer(self, env: TextEnv, seed: int) -> str:
-        """Return the text of the server's answer; it is given no tools."""
-        client = ChatClient(
-            self.url, temperature=self.params.temperature, max_tokens=self.params.max_new_tokens
-        )
+        """Return the text of the server's answer; it is given no tools.
+
+        Raises:
+            EngineUnreachableError: there was no connection.
+            EngineError: the server gave no answer.
+        """
         messages = [
             {"role": message["role"], "content": openai_content(message["content"])}
             for message in env.dialogue
         ]
-        return (await client.complete(messages)).text
+        try:
+            self._model = self._model or await self._only_model()
+            return (await self._client.complete(messages, model=self._model)).text
+        except EnvError as error:  # the client's other users are environments
+            is_down = isinstance(error, EnvUnreachableError)
+            kind = EngineUnreachableError if is_down else EngineError
+            message = f"the role {env.role} is played by a server: {error.message}"
+            raise kind(message, hints=error.hints) from error
+
+    async def _only_model(self) -> str:
+        names = await self._client.models()
+        if len(names) != 1:
+            hints = [f"{self.url}?model={name}" for name in names[:5]]
+            raise EnvError(f"{self.url} has {len(names)} models: which one?", hints=hints)
+        return names[0]
 
 
 @dataclass(slots=True)
@@ -146,7 +183,6 @@ def _policy_of(given: str, config: RunConfig, key: str) -> RolePolicy:
     rollout = config.rollout
     params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
     if "://" in given:
-        ChatClient(given)  # an address that is none is refused now
         return ServerPolicy(given, params)
     directory = Path(given)
     best = directory / "checkpoints" / "best"
