@@ -59,8 +59,6 @@ class EngineAbilities:
     """`SnapshotEngine`."""
     sleeps: bool = False
     """`SleepingEngine`."""
-    sleeps_without_update: bool = True
-    """It wakes up with the weights of before where nothing was published in its sleep."""
     routes_experts: bool = False
     """It tells the experts of each token of a mixture."""
     weight_syncs: tuple[str, ...] = ()

@@ -230,8 +230,6 @@ async def check_sleep(case: EngineCase) -> None:
             await waiting
             _check_each_version(case, case.prompt(0), await begun, version - 1)
             await _check_weights(case, engine, case.policies.second, version, "after a sleep")
-            if not case.abilities.sleeps_without_update:
-                return
             await case.wait(engine.sleep(keeps_weights=True), "sleep")
             await case.wait(engine.wake_up(), "wake_up")
             place = "after a sleep without a publication"

@@ -141,7 +141,6 @@ SERVED_VLLM = {
         VLLM,
         weight_syncs=("disk", "distributed", "lora"),
         takes_grammars=True,
-        sleeps_without_update=False,  # on CPUs it does not answer after its cache was released
     ),
 }
 RULES_OF_UPDATES = ("publication", "updates-in-flight", "sleep")

@@ -78,7 +78,7 @@ async def website(handle, *, behind=None):
         body = await request.read()
         async with (
             aiohttp.ClientSession() as session,
-            session.request(request.method, behind.url + request.path, data=body) as response,
+            session.request(request.method, behind.url + request.path_qs, data=body) as response,
         ):
             return web.Response(
                 body=await response.read(),

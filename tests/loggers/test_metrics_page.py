@@ -8,7 +8,7 @@ import pytest
 
 from areal_gym.config import load_config
 from areal_gym.engines.embedded.requests import EngineStats
-from areal_gym.engines.servers.server_pool import ServerStats
+from areal_gym.engines.servers.server_state import ServerStats
 from areal_gym.plugins import PluginManager, Registry, set_registry
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train

@@ -76,12 +76,13 @@ class FakeServer(EngineServer):
 
     async def aclose(self) -> None:
         """Stop serving and close the engine. Idempotent."""
-        await self.die()
+        await super().aclose()
         await self.engine.aclose()
 
     async def die(self) -> None:
         """Drop all connections at once, as kill -9 would; `start` brings the server back."""
         await super().aclose()
+        self.version = INITIAL_WEIGHTS
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:

@@ -10,9 +10,9 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from areal_gym.engines.servers.replies import INITIAL_WEIGHTS
 from areal_gym.engines.servers.server_client import CACHE, WEIGHTS, ServerClient
-from areal_gym.engines.servers.server_pool import ServerPool, ServerState
+from areal_gym.engines.servers.server_pool import ServerPool
+from areal_gym.engines.servers.server_state import ServerState
 from areal_gym.errors import EngineError, EngineUnreachableError
 
 _DRAIN_S = 60.0
@@ -34,8 +34,6 @@ class PublicationGate:
         self._is_open.set()
         self._paused_states: list[ServerState] = []
         """The servers that a publication has paused, or that sleep."""
-        self._released: list[str] = []
-        """The kinds of memory that sleeping servers have released and not yet taken again."""
         self._refusals: list[EngineError] = []
         """What the last comparison of log-probabilities has found, one for each server."""
         self._since_s = 0.0
@@ -125,13 +123,13 @@ class PublicationGate:
         self._is_open.clear()
         pool.is_asleep = True
         self._since_s = asyncio.get_running_loop().time()
-        self._released = [CACHE] if keeps_weights else [CACHE, WEIGHTS]
+        tags = [CACHE] if keeps_weights else [CACHE, WEIGHTS]
 
         async def fall(state: ServerState) -> None:
             if not self._may_set_aside:
                 async with asyncio.timeout(_DRAIN_S):
                     await _drain(state, spares_others=False)
-            await state.client.fall_asleep(self._released)
+            await state.client.fall_asleep(tags)
 
         self._paused_states = await self._on_each(pool.serving, fall)
 
@@ -147,9 +145,13 @@ class PublicationGate:
             return
 
         async def rise(state: ServerState) -> None:
-            await state.client.take_memory(self._released)
-            if await state.reported_version() != pool.policy_version:  # its name says "asleep"
-                state.is_outdated = not await self._restore(state)
+            if not state.is_serving:
+                raise EngineError(f"{state.client.url} was lost while it slept")
+            if await state.client.take_back(WEIGHTS):
+                state.is_outdated = not await self._reload(state)
+            elif await state.reported_version() != pool.policy_version:  # its name says "asleep"
+                await state.client.set_version(str(pool.policy_version))
+            await state.client.take_back(CACHE)
             await state.client.resume()
             if state.is_outdated:  # tokens that are sampled now have the name's version, and fail
                 raise EngineError(f"{state.client.url} needs the weights of the next publication")
@@ -163,31 +165,25 @@ class PublicationGate:
             self._is_open.set()
             pool.lock.release()
 
-    async def _restore(self, state: ServerState) -> bool:
-        """Give a server that took no publication in its sleep the policy's version again.
+    async def _reload(self, state: ServerState) -> bool:
+        """Load the policy's version on a server that released its weights, and took none since.
 
         Returns whether it has it: only the next publication can bring weights that are on no disk.
         """
         pool, client = self._pool, state.client
-        if not state.is_serving:
-            raise EngineError(f"{client.url} was lost while it slept")
-        if WEIGHTS not in self._released:
-            await client.set_version(str(pool.policy_version))
-            return True
         if pool.policy_version == 0 and state.facts is not None:
-            await client.reload(state.facts.model_path)
-            await client.set_version(INITIAL_WEIGHTS)
+            await client.reload(state.facts.model_path, "0")
             return True
         return await pool.give_newest(client)
 
     @asynccontextmanager
     async def _weights_in_memory(self) -> AsyncIterator[None]:
         """Take the weights' memory again; the servers are paused already, and stay so."""
-        tags = [tag for tag in self._released if tag == WEIGHTS]
-        self._released = [tag for tag in self._released if tag not in tags]
-        self._paused_states = await self._on_each(
-            self._paused_states, lambda state: state.client.take_memory(tags)
-        )
+
+        async def take(state: ServerState) -> None:
+            await state.client.take_back(WEIGHTS)
+
+        self._paused_states = await self._on_each(self._paused_states, take)
         if not self._paused_states:
             raise EngineUnreachableError("every server was lost while it slept")
         yield
@@ -227,6 +223,8 @@ async def _pause(
 ) -> bool:
     """Stop sampling on the server; return False if it was lost instead."""
     try:
+        if not state.is_serving:
+            await state.wake_forgotten()
         if may_set_aside and not must_abort:
             await state.client.set_aside()
             state.is_paused = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,9 +12,9 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import aiohttp
-import orjson
 
 from areal_gym.engines.base import BROKEN_WEIGHTS, adapter_name
+from areal_gym.engines.servers.json_bodies import dump_json, load_json, message_of
 from areal_gym.engines.servers.replies import INITIAL_WEIGHTS, Reply, TurnRequest
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 
@@ -33,6 +32,7 @@ it. A server ends when it is asked to release what it has released: a later run 
 _LARGE_BYTES = 2**20
 _KEEPALIVE_S = 3.0
 """Servers hang up on idle connections after 5 s; a request sent at that moment would be lost."""
+_ONE_REQUEST = {"Connection": "close"}
 
 
 class RefusedError(EngineError):
@@ -90,6 +90,9 @@ class ServerClient(ABC):
     survives_torn_updates: ClassVar[bool] = True
     """Whether a server whose update was cut off can load weights again; otherwise only a restart
     helps."""
+    can_wake_twice: ClassVar[bool] = False
+    """Whether the server ignores it when it is to take memory that it has not released; otherwise
+    it ends."""
     pauses_to_abort: ClassVar[bool] = False
     """Whether `abort_and_pause` returns all requests; otherwise `abort_all` is repeated."""
 
@@ -112,6 +115,8 @@ class ServerClient(ABC):
         """The directory of the LoRA adapter that the server loaded last, and its version."""
         self.num_ranks = 1
         """Processes that share the model; set by `probe`."""
+        self._released: list[str] | None = None
+        """The memory that the server has released and not taken again; None before it slept."""
         self._session: aiohttp.ClientSession | None = None
 
     # ---- the protocol of a kind of server -------------------------------------------------------
@@ -192,7 +197,7 @@ class ServerClient(ABC):
         """Release the memory of `tags`; requests have been set aside."""
 
     @abstractmethod
-    async def take_memory(self, tags: Sequence[str]) -> None:
+    async def _take_memory(self, tags: Sequence[str]) -> None:
         """Take the memory of `tags` again; what was in it is lost."""
 
     # ---- weights and memory, by these routes ----------------------------------------------------
@@ -216,9 +221,9 @@ class ServerClient(ABC):
         if is_kept:
             self.loaded_from = (Path(directory), version)
 
-    async def reload(self, model_path: str) -> None:
+    async def reload(self, model_path: str, version: str = INITIAL_WEIGHTS) -> None:
         """Load the weights that the server was started with, from its own `model_path`."""
-        await self._load(model_path, INITIAL_WEIGHTS)
+        await self._load(model_path, version)
 
     async def load_adapter(self, directory: Path, version: int) -> None:
         """Load the LoRA adapter in `directory`, for requests that name `adapter_name(version)`.
@@ -230,20 +235,57 @@ class ServerClient(ABC):
         self.loaded_adapter = (Path(directory), version)
 
     async def fall_asleep(self, tags: Sequence[str]) -> None:
-        """Set requests aside, and release the memory of `tags` (`WEIGHTS`, `CACHE`)."""
+        """Set requests aside, and release the memory of `tags` (`WEIGHTS`, `CACHE`).
+
+        A server that refuses to release its cache keeps it, and sleeps all the same.
+
+        Raises:
+            RefusedError: it refuses to release its weights; whether it has them is not known.
+        """
         await self.set_aside()
         await self.set_version(_ASLEEP + ",".join(tags))
-        await self._release_memory(tags)
+        self._released = list(tags)
+        try:
+            await self._release_memory(tags)
+        except RefusedError:
+            if WEIGHTS in tags:
+                raise
+            if not self.can_wake_twice:
+                await self.set_version(_ASLEEP)
+                self._released = []
 
-    async def wake_forgotten(self, facts: ServerFacts) -> None:
-        """Wake a server that a killed run has left asleep, with the weights it was started with."""
-        if not facts.weight_version.startswith(_ASLEEP):
+    async def take_back(self, *tags: str) -> bool:
+        """Take memory that the server has released again; return whether any was released.
+
+        Raises:
+            EngineError: the server does not sleep, because it was restarted.
+        """
+        if await self.weight_version() == INITIAL_WEIGHTS:
+            self._released = []
+            raise EngineError(f"{self.url} was restarted while it slept")
+        released = self._released or []
+        taken = [tag for tag in released if tag in tags]
+        await self._take_memory(taken)
+        self._released = [tag for tag in released if tag not in taken]
+        return bool(taken)
+
+    async def wake_forgotten(self, model_path: str) -> None:
+        """Wake a server that was left asleep: by a killed run, or when it was lost in its sleep.
+
+        It has the weights of its start then, unless some were published while it slept. Nothing is
+        done when it is awake.
+        """
+        name = await self.weight_version()
+        if name == INITIAL_WEIGHTS:  # it was restarted
+            self._released = []
+        elif self._released is None and name.startswith(_ASLEEP):
+            self._released = [tag for tag in name.removeprefix(_ASLEEP).split(",") if tag]
+        if not self._released and not name.startswith(_ASLEEP):
             return
-        tags = facts.weight_version.removeprefix(_ASLEEP).split(",")
-        await self.take_memory(tags)
+        await self.take_back(CACHE, WEIGHTS)
+        if name.startswith(_ASLEEP):  # nothing was published since it fell asleep
+            await self.reload(model_path)
         await self.resume()
-        if WEIGHTS in tags:
-            await self.reload(facts.model_path)
 
     def is_another(self, reason: str) -> ConfigError:
         """Return the error for a server of another kind."""
@@ -262,13 +304,23 @@ class ServerClient(ABC):
             RefusedError: the server refuses.
             EngineError: the answer is not from such a server.
         """
-        return await self._request("GET", route, None, timeout_s)
+        return await self._request("GET", route, None, timeout_s, _ONE_REQUEST)
 
     async def post(
         self, route: str, body: dict[str, Any], *, timeout_s: float = QUICK_S
     ) -> dict[str, Any]:
-        """Send a POST request; raises as `get` does."""
-        return await self._request("POST", route, _dumps(body), timeout_s)
+        """Send a POST request, on a connection of its own; raises as `get` does.
+
+        vLLM hangs up after an error of its own, without notice: another request on that connection
+        would be lost.
+        """
+        return await self._request("POST", route, dump_json(body), timeout_s, _ONE_REQUEST)
+
+    async def post_often(
+        self, route: str, body: dict[str, Any], *, timeout_s: float
+    ) -> dict[str, Any]:
+        """Send a POST request on a connection that is used again; raises as `get` does."""
+        return await self._request("POST", route, dump_json(body), timeout_s, {})
 
     async def aclose(self) -> None:
         """Close the connections; pending requests raise `EngineUnreachableError`.
@@ -280,7 +332,12 @@ class ServerClient(ABC):
             await session.close()
 
     async def _request(
-        self, method: str, route: str, data: bytes | None, timeout_s: float
+        self,
+        method: str,
+        route: str,
+        data: bytes | None,
+        timeout_s: float,
+        headers: dict[str, str],
     ) -> dict[str, Any]:
         if self._session is None:
             # The default connector has 100 connections, and the 101st episode would wait.
@@ -291,9 +348,10 @@ class ServerClient(ABC):
             )
         # Weights are sent piece by piece, so that other calls go on meanwhile.
         body = io.BytesIO(data) if data and len(data) > _LARGE_BYTES else data
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(
-                method, self.url + route, data=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
+                method, self.url + route, data=body, timeout=timeout, headers=headers
             ) as response:
                 answer = await response.read()
                 status = response.status
@@ -311,7 +369,7 @@ class ServerClient(ABC):
         answer: Any = {"message": body.decode("utf-8", "replace").strip()}
         if content_type == "application/json" and body:
             try:
-                answer = _loads(body)
+                answer = load_json(body)
             except ValueError:
                 excerpt = body[:80].decode("utf-8", "replace")
                 raise EngineError(f"{self.url}{route} answers invalid JSON: {excerpt!r}") from None
@@ -324,24 +382,8 @@ class ServerClient(ABC):
             return {}
         if status == 200 and isinstance(answer, dict) and answer.get("success") is not False:
             return answer
-        message = f"{self.url}{route} refused (HTTP {status}): {_message(answer)}"
+        message = f"{self.url}{route} refused (HTTP {status}): {message_of(answer)}"
         raise RefusedError(message, status=status)
-
-
-def _dumps(body: dict[str, Any]) -> bytes:
-    """Return JSON. orjson takes a tenth of the time, and refuses what is not valid UTF-8."""
-    try:
-        return orjson.dumps(body)
-    except TypeError:
-        return json.dumps(body).encode()
-
-
-def _loads(body: bytes) -> Any:
-    """Parse JSON. orjson takes a third of the time, and does not know NaN, which Python writes."""
-    try:
-        return orjson.loads(body)
-    except ValueError:
-        return json.loads(body)
 
 
 def is_refused(error: BaseException) -> bool:
@@ -353,13 +395,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError) and (error.os_error.errno or 0) > 0:
         return os.strerror(error.os_error.errno or 0)
     return str(error) or type(error).__name__
-
-
-def _message(answer: Any) -> str:
-    """Return the server's own message: every family of routes has its own shape."""
-    if isinstance(answer, dict):
-        for key in ("error", "message", "error_message", "detail"):
-            if answer.get(key):
-                inner = answer[key]
-                return _message(inner) if isinstance(inner, dict) else str(inner)
-    return json.dumps(answer)[:300] if answer else "no reason given"

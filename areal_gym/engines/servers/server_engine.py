@@ -34,7 +34,7 @@ from areal_gym.engines.checkpoint_config import num_layers_of, vocab_size_of
 from areal_gym.engines.servers.chunked_stream import stream_in_chunks
 from areal_gym.engines.servers.launch import LaunchedServer, ServerProcess, StartRecipe
 from areal_gym.engines.servers.server_client import ServerClient, ServerFacts
-from areal_gym.engines.servers.server_pool import ServerState
+from areal_gym.engines.servers.server_state import ServerState
 from areal_gym.engines.servers.turn_sampler import TurnSampler
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 from areal_gym.message_types import ImageRef

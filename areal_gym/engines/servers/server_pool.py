@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from areal_gym.engines.base import BROKEN_WEIGHTS, ReferenceScores
-from areal_gym.engines.servers.launch import ServerProcess
 from areal_gym.engines.servers.replies import INITIAL_WEIGHTS, version_of
-from areal_gym.engines.servers.server_client import ServerClient, ServerFacts, is_refused
+from areal_gym.engines.servers.server_client import ServerClient, is_refused
+from areal_gym.engines.servers.server_state import ServerState, ServerStats
 from areal_gym.engines.servers.weight_check import WrongWeightsError, require_reference_scores
 from areal_gym.errors import EngineError, EngineUnreachableError
 
@@ -32,68 +31,6 @@ _ANSWER_TIMEOUT_S = 5.0
 """How long a lost server can delay a publication."""
 _MAX_RELAUNCHES = 3
 """Restarts in a row of a server that this process started."""
-
-
-@dataclass(slots=True)
-class ServerStats:
-    """Counters since the start."""
-
-    num_calls: int = 0
-    num_tokens: int = 0
-    num_retries: int = 0
-    """Requests sent again because a server failed."""
-    num_moved: int = 0
-    """Retries that went to another server."""
-    num_continued: int = 0
-    """Requests that a publication interrupted."""
-    num_servers_lost: int = 0
-    num_relaunches: int = 0
-    asleep_s: float = 0.0
-    """Time that the servers' memory was released for a trainer on the same GPUs."""
-    held_s: float = 0.0
-    """Time that calls waited for publications, all together."""
-    publication_s: float = 0.0
-    """Time that generation stood still for publications."""
-
-
-@dataclass(eq=False, slots=True)
-class ServerState:
-    """The state of one server in the pool."""
-
-    client: ServerClient
-    process: ServerProcess | None = None
-    """The server's process, if this process started it."""
-    facts: ServerFacts | None = None
-    """The server's description of itself at the start; None until it has answered."""
-    is_serving: bool = False
-    is_paused: bool = False
-    is_outdated: bool = False
-    """The server is back, and needs weights that only the next publication brings."""
-    wrong_version: int | None = None
-    """The version that the server reports, and whose weights it does not have."""
-    num_sessions: int = 0
-    num_in_flight: int = 0
-    num_failures: int = 0
-    num_relaunches: int = 0
-    """This and `num_failures` count since the last success."""
-    last_answer_s: float = 0.0
-    drained: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the last request in flight ends."""
-
-    @contextmanager
-    def request_in_flight(self) -> Iterator[None]:
-        """Count a request while it is in flight."""
-        self.num_in_flight += 1
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
-            if not self.num_in_flight:
-                self.drained.set()
-
-    async def reported_version(self) -> int:
-        """Return the version that the server reports; raise EngineError if it reports none."""
-        return version_of(await self.client.weight_version())
 
 
 class ServerPool:
@@ -172,7 +109,7 @@ class ServerPool:
                 await state.client.resume()
         state.facts = facts = await state.client.probe()
         if not self.is_guest:
-            await state.client.wake_forgotten(facts)
+            await state.client.wake_forgotten(facts.model_path)
         if not self.is_guest and version_of(state.facts.weight_version) != 0:
             # A number from another run would look like one of this run.
             await state.client.set_version(INITIAL_WEIGHTS)
@@ -345,9 +282,13 @@ class ServerPool:
                     state.facts = state.facts or await state.client.probe()
                     self.admit(state)
                 return
+            await state.wake_forgotten()
             if await state.reported_version() != version:
                 state.is_outdated = not await self.give_newest(state.client)
-            if await state.reported_version() == version and not await self.verify(state):
+            if await state.reported_version() != version:
+                return
+            await state.client.resume()  # a publication may have paused it when it was lost
+            if not await self.verify(state):
                 self.admit(state)
 
     async def _is_beyond_repair(self, state: ServerState) -> bool:

@@ -14,7 +14,8 @@ from areal_gym.engines.base import Generation, SamplingParams, adapter_name
 from areal_gym.engines.servers.publication import PublicationGate
 from areal_gym.engines.servers.replies import Reply, TurnRequest
 from areal_gym.engines.servers.server_client import RefusedError, is_refused
-from areal_gym.engines.servers.server_pool import ServerPool, ServerState
+from areal_gym.engines.servers.server_pool import ServerPool
+from areal_gym.engines.servers.server_state import ServerState
 from areal_gym.errors import EngineError, EngineUnreachableError, GrammarError
 from areal_gym.message_types import ImageRef
 from areal_gym.types import FinishReason

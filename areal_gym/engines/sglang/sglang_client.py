@@ -110,7 +110,7 @@ class SGLangClient(ServerClient):
             body["lora_path"] = request.adapter
         if self._returns_experts:
             body |= experts_request(len(request.prompt_ids))
-        answer = await self.post("/generate", body, timeout_s=timeout_s)
+        answer = await self.post_often("/generate", body, timeout_s=timeout_s)
         if request.images:
             num_read = answer.get("meta_info", {}).get("prompt_tokens")
             require_read_whole(self.url, num_read, len(request.prompt_ids))
@@ -128,7 +128,7 @@ class SGLangClient(ServerClient):
         }
         if adapter is not None:
             body["lora_path"] = adapter
-        answer = await self.post("/generate", body, timeout_s=timeout_s)
+        answer = await self.post_often("/generate", body, timeout_s=timeout_s)
         try:
             return [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
         except KeyError:
@@ -201,7 +201,7 @@ class SGLangClient(ServerClient):
         """Release the memory of `tags`; requests have been set aside."""
         await self.post("/release_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_S)
 
-    async def take_memory(self, tags: Sequence[str]) -> None:
+    async def _take_memory(self, tags: Sequence[str]) -> None:
         """Take the memory of `tags` again."""
         if tags:
             await self.post("/resume_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_S)

@@ -67,6 +67,7 @@ class VLLMClient(ServerClient):
     version_route = "/weight_info"
     survives_torn_updates = False
     pauses_to_abort = True
+    can_wake_twice = True
     _is_raw = False
     """Log-probabilities are those of temperature 1, whatever is sampled at."""
     _num_set_aside = 0
@@ -172,7 +173,7 @@ class VLLMClient(ServerClient):
             )
         num_before = self._num_set_aside
         try:
-            answer = await self.post(GENERATE, generate_body(request), timeout_s=timeout_s)
+            answer = await self.post_often(GENERATE, generate_body(request), timeout_s=timeout_s)
         except RefusedError as refused:
             if refused.status != _NO_ROUTE or request.adapter is None:
                 raise
@@ -213,7 +214,7 @@ class VLLMClient(ServerClient):
         body: dict[str, Any] = {"token_ids": ids, "sampling_params": sampling}
         if adapter is not None:
             body["model"] = adapter
-        return read_scores(await self.post(GENERATE, body, timeout_s=timeout_s), ids)
+        return read_scores(await self.post_often(GENERATE, body, timeout_s=timeout_s), ids)
 
     async def abort(self, request_id: str) -> None:
         """Do nothing: the server ends a request whose connection is closed."""
@@ -317,7 +318,7 @@ class VLLMClient(ServerClient):
         route = "/sleep?level=2&mode=keep" if WEIGHTS in tags else "/release_kv_cache_memory"
         await self.post(route, {}, timeout_s=MEMORY_S)
 
-    async def take_memory(self, tags: Sequence[str]) -> None:
+    async def _take_memory(self, tags: Sequence[str]) -> None:
         """Take the memory of `tags` again."""
         if tags:
             query = "&".join(f"tags={tag}" for tag in tags)

@@ -1,0 +1,34 @@
+"""The JSON of requests and answers of servers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+
+
+def dump_json(body: dict[str, Any]) -> bytes:
+    """Return JSON. orjson takes a tenth of the time, and refuses what is not valid UTF-8."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        return json.dumps(body).encode()
+
+
+def load_json(body: bytes) -> Any:
+    """Parse JSON. orjson takes a third of the time, and does not know NaN, which Python writes."""
+    try:
+        return orjson.loads(body)
+    except ValueError:
+        return json.loads(body)
+
+
+def message_of(answer: Any) -> str:
+    """Return the server's own message: every family of routes has its own shape."""
+    if isinstance(answer, dict):
+        for key in ("error", "message", "error_message", "detail"):
+            if answer.get(key):
+                inner = answer[key]
+                return message_of(inner) if isinstance(inner, dict) else str(inner)
+    return json.dumps(answer)[:300] if answer else "no reason given"
