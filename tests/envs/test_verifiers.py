@@ -1,6 +1,8 @@
 """Environments of verifiers, played in a Python of their own behind the gateway.
 
 Skipped without AREAL_GYM_VERIFIERS_PYTHONS: interpreters that have verifiers, separated by colons.
+AREAL_GYM_VERIFIERS_IDS names published environments of verifiers 0.4 that they have, separated by
+commas; two that need no download are `glossary` and `scratchpad`.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,12 +18,15 @@ import pytest
 
 import areal_gym
 from areal_gym.agents.chat import ChatAgent
+from areal_gym.config import load_config
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.verifiers.verifiers_env import VerifiersEnv
 from areal_gym.envs.verifiers.verifiers_worker import close_workers
 from areal_gym.errors import EngineError, UsageError
 from areal_gym.rollout.episode import play_episode
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.train import train
 from areal_gym.types import StopReason
 from tests import _support
 
@@ -132,6 +138,40 @@ def test_what_cannot_be_loaded_is_named(monkeypatch):
         areal_gym.make("verifiers:some-env", python="/no/such/python")
     with pytest.raises(UsageError, match="cannot load 'some-env'"):
         areal_gym.make("verifiers:some-env", python=sys.executable)
+
+
+PUBLISHED = [id for id in os.environ.get("AREAL_GYM_VERIFIERS_IDS", "").split(",") if id]
+
+
+@needs_python
+@pytest.mark.parametrize(
+    ("python", "id"),
+    [(python, None) for python in PYTHONS]
+    + [(python, id) for python in PYTHONS if "0.4" in python for id in PUBLISHED],
+)
+def test_a_step_is_trained(python, id, tiny_policy, tmp_path):
+    """An untrained policy earns nothing anywhere: the entropy alone has a gradient here."""
+    policy = shutil.copytree(tiny_policy, tmp_path / "policy")
+    settings = json.loads((policy / "config.json").read_text())
+    settings["max_position_embeddings"] = 4096
+    (policy / "config.json").write_text(json.dumps(settings))
+    config = load_config(
+        overrides=[
+            f"engine.model={policy}",
+            f"env.id=verifiers:{id or make(python).id}",
+            f"env.kwargs.python={python}",
+            *("steps=1", "rollout.group_size=2", "rollout.batch_groups=1", "eval.every=0"),
+            *("rollout.max_new_tokens=16", "engine.max_context=4096", "engine.num_slots=4"),
+            *("trainer.advantage=reinforce", "trainer.entropy_bonus=0.01"),
+        ]
+    )
+    train(config, run_dir=tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    (row,) = run.read_metrics()
+    assert row["train/grad_norm"] > 0
+    trajectories = list(run.read_trajectories(1))
+    assert len(trajectories) == 2
+    assert all(trajectory.error is None for trajectory in trajectories)
 
 
 @needs_python

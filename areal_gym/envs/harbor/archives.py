@@ -20,6 +20,8 @@ from areal_gym.envs.harbor.task_toml import Artifact
 MOST_BYTES = 64 << 20
 """The limit of what is carried from one agent to the verifier."""
 MOST_FILES = 10_000
+MOST_CARRIED_MB = (MOST_BYTES + MOST_FILES * 4096 >> 20) + 1
+"""The room that carried files take at most, where each takes whole pages."""
 RUN_BY_THEMSELVES = (
     *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth", "pytest.ini", ".pytest.ini"),
     *("python", "python3", "python3.*", "pytest", "sh", "bash"),

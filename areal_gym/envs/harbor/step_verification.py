@@ -21,6 +21,7 @@ from typing import Literal
 from areal_gym.envs.harbor.agent_files import LOGS, run_collect_hooks, take_from_agent
 from areal_gym.envs.harbor.agent_place import AgentPlace
 from areal_gym.envs.harbor.archives import (
+    MOST_CARRIED_MB,
     NEVER_CARRIED,
     CarriedFiles,
     is_within,
@@ -113,7 +114,8 @@ async def verify(
     environment, folder, has_tests = verifier_environment(task, step)
     image = place_image(task, environment, folder)
     async with phase(task.id, "verifier start", limit_s=image.build_timeout_s + START_S):
-        starting = asyncio.ensure_future(places.start(image, place_limits(environment)))
+        limits = place_limits(environment, received_mb=MOST_CARRIED_MB)
+        starting = asyncio.ensure_future(places.start(image, limits))
         try:
             carried = None
             if agent is not None:

@@ -28,10 +28,17 @@ def place_image(task: HarborTask, environment: Environment, folder: Path) -> Pla
     )
 
 
-def place_limits(environment: Environment) -> PlaceLimits:
-    """Return the limits of a table `[environment]`."""
+def place_limits(environment: Environment, *, received_mb: int = 0) -> PlaceLimits:
+    """Return the limits of a table `[environment]`.
+
+    `received_mb` is room for files that are put there from another place. Without `storage_mb`,
+    the backend's own limit has that room.
+    """
+    storage_mb = environment.storage_mb
     return PlaceLimits(
-        cpus=environment.cpus, memory_mb=environment.memory_mb, storage_mb=environment.storage_mb
+        cpus=environment.cpus,
+        memory_mb=environment.memory_mb,
+        storage_mb=None if storage_mb is None else storage_mb + received_mb,
     )
 
 

@@ -63,6 +63,27 @@ def test_the_oracle_earns_the_reward_and_nothing_earns_none(everywhere, tmp_path
     )
 
 
+SMALL_TOML = """\
+schema_version = "1.4"
+artifacts = ["/app"]
+[task]
+name = "tests/small"
+[environment]
+workdir = "/app"
+storage_mb = 8
+[verifier]
+timeout_sec = 30.0
+"""
+FILL = bash("for name in /app/a /app/b /tmp/c; do head -c 100M /dev/zero > $name; done")
+
+
+@pytest.mark.parametrize(("actions", "reward"), [((GOLD, FILL), 1.0), ((FILL, GOLD), 0.0)])
+def test_agent_that_fills_its_disk_leaves_the_verifier_room(actions, reward, tmp_path):
+    """Else an agent could void the episodes that it loses."""
+    task = write_task(tmp_path / "small", {"task.toml": SMALL_TOML})
+    assert play(task, *actions, "done", **backend("local")).reward == reward
+
+
 def test_the_shell_keeps_its_directory_cuts_output_and_tells_codes_and_deadlines(where, tmp_path):
     played = play(
         write_task(tmp_path / "answer"),
