@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from areal_gym.config.algorithm_settings import compares_siblings
 from areal_gym.config.defaults import fill_in
+from areal_gym.config.image_settings import ImagesConfig
 from areal_gym.config.objective_settings import (
     SUPERVISED,
     DataConfig,
@@ -57,6 +58,7 @@ class RunConfig(Settings):
     guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
+    images: ImagesConfig = ImagesConfig()
     data: DataConfig = DataConfig()
     dpo: DpoConfig = DpoConfig()
     kto: KtoConfig = KtoConfig()

@@ -26,7 +26,14 @@ from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, GymError, InfrastructureError, WorkerError
-from areal_gym.images import hashes_in, hashes_of, image_store
+from areal_gym.images import (
+    ImageLimits,
+    hashes_in,
+    hashes_of,
+    image_limits,
+    image_store,
+    set_image_limits,
+)
 from areal_gym.recording import stop_reason_of
 from areal_gym.rollout.episode_runners import (
     EnvPool,
@@ -58,6 +65,7 @@ class WorkerSetup:
     rollout: RolloutConfig
     env_id: str | None = None
     agent_id: str = "chat"
+    image_limits: ImageLimits = field(default_factory=image_limits)
 
 
 class RolloutWorkers:
@@ -262,6 +270,7 @@ class _WorkerActor:
     async def start(self) -> int | GymError:
         """Make the parts; return the process id, or the error."""
         setup = self._setup
+        set_image_limits(setup.image_limits)
         try:
             self._engine = setup.open_engine()
             await self._engine.start()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from areal_gym.errors import DataError, choices
+from areal_gym.images import ImageLimits
 from areal_gym.images.row_images import (
     hashes,
     image_column,
@@ -36,11 +37,12 @@ _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, u
 
 @cache  # equal arguments give one function, by which tasks that are read are found again
 def drafts(
-    column: str | None, required: tuple[tuple[str, str], ...]
+    column: str | None, required: tuple[tuple[str, str], ...], limits: ImageLimits
 ) -> Callable[[SourceRow], Draft]:
     """Return a function that makes a task of a row, whose data are all columns.
 
-    `column` names the prompt; `required` has the columns that rewards need, and whose they are.
+    `column` names the prompt; `required` has the columns that rewards need, and whose they are;
+    `limits` are those of pictures, the process's own: with others, the rows are read anew.
     The function raises a DataError that names the row if one is missing.
     """
 

@@ -10,6 +10,7 @@ from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.given_tools import GivenTools
 from areal_gym.envs.prompt_rows import drafts, messages_of, plain_value, prompt_column, row_messages
 from areal_gym.errors import UsageError
+from areal_gym.images import image_limits
 from areal_gym.rewards import RewardInput, RewardSet, load_rewards
 from areal_gym.tasks import TaskSource
 from areal_gym.tasks.given_tasks import open_tasks, read_once
@@ -54,7 +55,7 @@ class PromptsEnv(TextEnv):
         _require_given(tasks, reward)
         self.rewards = _load_rewards(with_objects(reward))
         required = tuple((c, each.name) for each in self.rewards for c in each.required_columns)
-        source = open_tasks(with_objects(tasks), drafts(prompt, required))
+        source = open_tasks(with_objects(tasks), drafts(prompt, required, image_limits()))
         super().__init__(tasks=source, render_mode=render_mode)
         self._given_tools = GivenTools(tools)
         self._system_prompt = system_prompt

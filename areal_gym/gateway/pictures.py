@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from areal_gym.errors import UsageError
 from areal_gym.gateway.http_messages import ApiError
-from areal_gym.images import ImageLimits, image_store, read_data_url
+from areal_gym.images import ImageLimits, image_limits, image_store, read_data_url
 from areal_gym.images.reading import decode_base64
 from areal_gym.types import Content, ImagePart, TextPart
 
@@ -50,7 +50,7 @@ class PictureReader:
 
     def __init__(self, can_see: bool, limits: ImageLimits | None = None) -> None:
         self._can_see = can_see
-        self._limits = limits or ImageLimits()
+        self._limits = limits or image_limits()
         self._num_images = self._num_bytes = 0
 
     def content(self, content: str | Sequence[Part] | None) -> Content:

@@ -7,7 +7,15 @@ from areal_gym.images.image_store import (
     image_store,
     use_image_store,
 )
-from areal_gym.images.reading import ImageLimits, data_url, encode_png, read_data_url, read_image
+from areal_gym.images.reading import (
+    ImageLimits,
+    data_url,
+    encode_png,
+    image_limits,
+    read_data_url,
+    read_image,
+    set_image_limits,
+)
 
 __all__ = [
     "ImageLimits",
@@ -16,8 +24,10 @@ __all__ = [
     "encode_png",
     "hashes_in",
     "hashes_of",
+    "image_limits",
     "image_store",
     "read_data_url",
     "read_image",
+    "set_image_limits",
     "use_image_store",
 ]

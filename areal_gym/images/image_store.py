@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_gym.errors import InfrastructureError, UsageError
-from areal_gym.images.reading import MEDIA_TYPE, ImageLimits, encode_png, read_image
+from areal_gym.images.reading import (
+    MEDIA_TYPE,
+    ImageLimits,
+    encode_png,
+    image_limits,
+    png_size,
+    read_image,
+)
 from areal_gym.message_types import ImagePart
 from areal_gym.types import Trajectory
 from areal_gym.utils.files import read_bytes, readable_disk_errors
@@ -44,7 +51,7 @@ class ImageStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         # Clients of the gateway send all pictures of a dialogue with every call.
-        self._parts: dict[tuple[bytes, str | None, ImageLimits | None], ImagePart] = {}
+        self._parts: dict[tuple[bytes, str | None, ImageLimits], ImagePart] = {}
 
     def add(
         self,
@@ -58,13 +65,14 @@ class ImageStore:
         Args:
             picture: a Pillow image, or the bytes of a PNG, JPEG or WebP file.
             media_type: the type by which the sender of the bytes calls them.
-            limits: how large foreign bytes may be.
+            limits: how large it may be, and to what it is scaled; by default those of the process.
 
         Raises:
-            UsageError: the bytes are refused; see `read_image`.
+            UsageError: it is refused; see `read_image`.
         """
+        limits = limits or image_limits()
         if not isinstance(picture, bytes):
-            png = encode_png(picture)
+            png = encode_png(picture, limits)
             return _part(self.put(png), *png_size(png))
         key = (hashlib.sha256(picture).digest(), media_type, limits)
         part = self._parts.get(key)
@@ -175,11 +183,6 @@ def hashes_of(trajectory: Trajectory) -> set[str]:
     """Return the hashes of all pictures of a trajectory: of its tokens, messages and task."""
     tokens = (image.sha256 for span in trajectory.spans for image in span.images)
     return {*tokens, *hashes_in(trajectory.messages), *hashes_in(trajectory.task.data)}
-
-
-def png_size(png: bytes) -> tuple[int, int]:
-    """Return width and height of a PNG file, from its header."""
-    return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
 
 
 _stores: list[ImageStore] = []

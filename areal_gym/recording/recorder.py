@@ -31,6 +31,7 @@ from areal_gym.engines.base import (
     stream_from,
 )
 from areal_gym.errors import AgentError, ConfigError, EngineError
+from areal_gym.images import image_limits
 from areal_gym.recording.record import EpisodeRecord, TurnDraft
 from areal_gym.types import FinishReason, Message, RoutedExperts, TokenSpan, text_of
 from areal_gym.utils.packed_numbers import Floats, Ints
@@ -87,13 +88,7 @@ class RawText:
 
 
 class ContextFullError(Exception):
-    """The prompt leaves no room for an answer."""
-
-    def __init__(self, num_tokens: int, max_context: int) -> None:
-        super().__init__(
-            f"the prompt has {num_tokens} tokens, and the context is {max_context} tokens: "
-            "there is no room for an answer"
-        )
+    """The prompt leaves no room for an answer, or has more pictures than a prompt may have."""
 
 
 class Recorder(EpisodeRecord):
@@ -153,7 +148,7 @@ class Recorder(EpisodeRecord):
             role: who answers, in episodes that several roles play.
 
         Raises:
-            ContextFullError: there is no room for an answer.
+            ContextFullError: there is no room for an answer, or there are too many pictures.
             EngineError: the policy could not be sampled.
         """
         if prompt.images and not getattr(self.engine, "takes_images", False):
@@ -162,8 +157,15 @@ class Recorder(EpisodeRecord):
                 hints=["serve the vision-language model with an engine that takes pictures"],
             )
         number, self.num_calls = self.num_calls, self.num_calls + 1
-        if len(prompt.token_ids) >= self.engine.max_context:
-            raise ContextFullError(len(prompt.token_ids), self.engine.max_context)
+        if len(prompt.token_ids) >= (most := self.engine.max_context):
+            raise ContextFullError(
+                f"the prompt has {len(prompt.token_ids)} tokens, and the context is {most} tokens: "
+                "there is no room for an answer"
+            )
+        if len(prompt.images) > (most := image_limits().max_images):
+            raise ContextFullError(
+                f"the prompt has {len(prompt.images)} pictures, and images.max_images is {most}"
+            )
         parts = (self.seed, number) if seed is None else (self.seed, seed, 1)
         params = replace(
             params or self.params,

@@ -18,6 +18,7 @@ from areal_gym.config.setting_errors import plain_reason
 from areal_gym.envs.base import TextEnv
 from areal_gym.envs.role_order import RolePolicy
 from areal_gym.errors import ConfigError, GymError, did_you_mean
+from areal_gym.images import ImageLimits, set_image_limits
 from areal_gym.loggers.base import MetricsLogger
 from areal_gym.plugins import Kind, registry
 from areal_gym.plugins.wrappers import split_wrapper_arguments
@@ -34,6 +35,11 @@ _MEANING = {
 }
 
 
+def use_image_settings(config: RunConfig) -> None:
+    """Let the process read pictures within the run's limits."""
+    set_image_limits(ImageLimits(**config.images.model_dump()))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
     """The environment and the agent that the settings name, imported."""
@@ -46,7 +52,11 @@ class Components:
 
     @classmethod
     def of(cls, config: RunConfig) -> Components:
-        """Import environment and agent; raise UnknownIdError or ConfigError if that fails."""
+        """Import environment and agent; raise UnknownIdError or ConfigError if that fails.
+
+        The process reads pictures within the run's limits from here on.
+        """
+        use_image_settings(config)
         env = registry().get("envs", config.env.id)
         components = cls(
             env_class=ReferencedEnv(env.id) if env.plugin.is_reference else env.load(),

@@ -26,6 +26,7 @@ from areal_gym.images import use_image_store
 from areal_gym.run_dir.provenance import require_installed
 from areal_gym.run_dir.run_dir import RunDir, RunMode
 from areal_gym.runs.callbacks import Callback, Callbacks
+from areal_gym.runs.components import use_image_settings
 from areal_gym.runs.early_checks import require_startable
 from areal_gym.runs.open_run import open_rollouts, open_supervised
 from areal_gym.runs.preparation import PreparedRun, prepare_run, require_steps_left
@@ -63,6 +64,7 @@ def train(
     config = with_absolute_paths(config)
     require_installed(config)
     require_startable(config)
+    use_image_settings(config)
     if mode == "resume" and from_step is None:
         require_steps_left(config, RunDir(run_dir))
     if config.objective not in SUPERVISED:

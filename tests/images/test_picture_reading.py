@@ -116,8 +116,8 @@ def test_a_wrong_media_type_is_refused():
 
 def test_limits_are_settings():
     with pytest.raises(UsageError, match="64 x 64"):
-        read_image(encoded(picture(1)), ImageLimits(max_pixels=4095))
-    assert read_image(encoded(picture(1)), ImageLimits(max_pixels=4096))
+        read_image(encoded(picture(1)), ImageLimits(max_source_pixels=4095))
+    assert read_image(encoded(picture(1)), ImageLimits(max_source_pixels=4096))
 
 
 def test_data_urls_round_trip():
