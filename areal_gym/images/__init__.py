@@ -3,6 +3,7 @@
 from areal_gym.images.image_store import (
     ImageStore,
     hashes_in,
+    hashes_in_files,
     hashes_of,
     image_store,
     use_image_store,
@@ -23,6 +24,7 @@ __all__ = [
     "data_url",
     "encode_png",
     "hashes_in",
+    "hashes_in_files",
     "hashes_of",
     "image_limits",
     "image_store",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _VARIABLE = "AREAL_GYM_IMAGES"
 """Environment variable with the directory of the process's store, for its children."""
 _HASH = re.compile("[0-9a-f]{64}")
+_ANY_HASH = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 _LARGEST = 64 * 2**20
 _MOST_REMEMBERED = 1024
 """Pictures whose foreign bytes are recognised, so that they are decoded once."""
@@ -146,6 +147,13 @@ class ImageStore:
             if _HASH.fullmatch(file.stem):
                 yield file.stem
 
+    def keep(self, hashes: Iterable[str]) -> None:
+        """Keep pictures that other stores of the process have."""
+        for sha256 in set(hashes):
+            if sha256 not in self:
+                for other in _stores:
+                    self.copy_from(other, [sha256])
+
     def copy_from(self, other: ImageStore, hashes: Iterable[str]) -> None:
         """Keep the pictures of another store that are missing here, if they are there."""
         for sha256 in hashes:
@@ -153,11 +161,9 @@ class ImageStore:
                 self.put(other.read(sha256))
 
     def keep_images_of(self, trajectories: Iterable[Trajectory]) -> None:
-        """Keep the pictures of trajectories that the store of the process has, and this lacks."""
-        other = image_store()
-        if other.directory != self.directory:
-            for trajectory in trajectories:
-                self.copy_from(other, hashes_of(trajectory))
+        """Keep the pictures of trajectories that other stores of the process have."""
+        for trajectory in trajectories:
+            self.keep(hashes_of(trajectory))
 
     def remove_all_but(self, hashes: Iterable[str]) -> int:
         """Delete the pictures with other hashes; return how many."""
@@ -177,6 +183,16 @@ def hashes_in(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from hashes_in(item)
+
+
+def hashes_in_files(files: Iterable[Path]) -> set[str]:
+    """Return every SHA-256 that stands in text files, of a picture or of something else."""
+    hashes: set[bytes] = set()
+    for file in files:
+        with file.open("rb") as lines:
+            for line in lines:
+                hashes.update(_ANY_HASH.findall(line))
+    return {sha256.decode() for sha256 in hashes}
 
 
 def hashes_of(trajectory: Trajectory) -> set[str]:

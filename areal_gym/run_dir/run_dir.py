@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from areal_gym.errors import DataError, NothingToDoError, RunExistsError, TrainError, UsageError
-from areal_gym.images import ImageStore
+from areal_gym.images import ImageStore, hashes_in_files
 from areal_gym.run_dir.run_files import RunFiles
 from areal_gym.run_dir.run_status import DirectoryLock
 from areal_gym.run_dir.trajectory_files import step_of
@@ -211,7 +211,10 @@ class RunDir(RunFiles):
             write_atomic(self.tokenizer_file, file.read_bytes())
 
     def rewind(self, step: int) -> None:
-        """Delete what lies after `step`: a run resumes at its checkpoint, not at its metrics."""
+        """Delete what lies after `step`: a run resumes at its checkpoint, not at its metrics.
+
+        Pictures go with the last file that names them, also if people have deleted it.
+        """
         for file in (self.metrics_file, self.evaluations_file):
             rows = [r for r in read_lines(file, skips_torn_end=True) if r.get("step", 0) <= step]
             _write_rows(file, rows)
@@ -224,6 +227,15 @@ class RunDir(RunFiles):
                 remove(path)
         for file in (self.summary_file, self.report_file):
             file.unlink(missing_ok=True)
+        self._remove_unnamed_images()
+
+    def _remove_unnamed_images(self) -> None:
+        """Delete the pictures that no file of the run names any more."""
+        if self.images_dir.is_dir():
+            files = (*self.path.rglob("*.json"), *self.path.rglob("*.jsonl*"))
+            named = hashes_in_files(file for file in files if file.is_file())
+            if num_removed := ImageStore(self.images_dir).remove_all_but(named):
+                self.append_log(f"{num_removed} pictures that no file names are deleted")
 
     def _require_intact(self) -> None:
         # The directory would hold half a run, and any process could claim it.

@@ -13,6 +13,7 @@ from areal_gym.config import RunConfig
 from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.config.trust import remember_settings
 from areal_gym.errors import NothingToDoError
+from areal_gym.images import ImageStore
 from areal_gym.run_dir.provenance import entries_used
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.callbacks import Callbacks
@@ -91,6 +92,9 @@ class PreparedRun:
         """Forget what was recorded after the checkpoint; without one, everything."""
         if self.is_resumed:
             self.directory.rewind(self.step)
+        # Ranks in processes of their own find the pictures of examples in the run's store only.
+        rows = (row for examples in self.examples for example in examples for row in example)
+        ImageStore(self.directory.images_dir).keep(i.sha256 for row in rows for i in row.images)
         if self.checkpoint is not None:
             self.display.say(f"resumed at step {self.step} from {self.source}")
 

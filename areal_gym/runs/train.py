@@ -70,10 +70,7 @@ def train(
     if config.objective not in SUPERVISED:
         require_plain_sampling(config)
     display = display or Display()
-    with (
-        RunDir.open(run_dir, mode, begins=mode == "new") as directory,
-        use_image_store(directory.images_dir),
-    ):
+    with RunDir.open(run_dir, mode, begins=mode == "new") as directory:
         listeners, is_resumed = Callbacks(callbacks), mode == "resume"
         restarts = Restarts(config.trainer.max_restarts)
         while True:
@@ -83,9 +80,11 @@ def train(
                 from_step=from_step,
             )
             try:
-                if config.objective in SUPERVISED:
-                    return run_to_end(_train(prepared, open_supervised))
-                return run_to_end(_train(prepared, open_rollouts))
+                # Pictures of data were read before: the directory was not to be changed then.
+                with use_image_store(directory.images_dir):
+                    if config.objective in SUPERVISED:
+                        return run_to_end(_train(prepared, open_supervised))
+                    return run_to_end(_train(prepared, open_rollouts))
             except LostRankError as error:
                 if restarts.begin(error, directory, display):
                     is_resumed, from_step = True, None

@@ -200,8 +200,9 @@ def test_command_line_trains_on_a_saved_data_set_with_pictures(tmp_path):
     settings = ["steps=1", "rollout.group_size=2", "rollout.batch_groups=2", "guard.action=ignore"]
     settings += ["rollout.max_new_tokens=2", "eval.num_tasks=0", "rollout.filters=[]"]
     model = ["--model", str(tmp_path / "policy")]
-    done = CliRunner().invoke(app, [*words, *model, *settings])
-    assert done.exit_code == 0, (done.output, done.exception)
+    for clean in ([], ["--clean"]):  # pictures that were read before are not cleaned away
+        done = CliRunner().invoke(app, [*words, *model, *settings, *clean])
+        assert done.exit_code == 0, (done.output, done.exception)
     (line,) = (out / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 1
     names = json.loads((out / "trajectories" / "step-000001.jsonl").read_text().splitlines()[0])

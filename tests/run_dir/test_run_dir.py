@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,10 +25,12 @@ from areal_gym.errors import (
     TrainError,
     UsageError,
 )
+from areal_gym.images import ImageStore
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.run_list import new_run_path, run_info, run_paths
 from areal_gym.types import FinishReason, Task, TokenSpan, Trajectory, Turn
 from areal_gym.utils.files import write_atomic
+from tests._support.tiny_vision import picture
 
 CONFIG = "env:\n  id: tir\n"
 
@@ -350,3 +353,24 @@ def test_interrupted_open_releases_the_lock(run):
         RunDir.open(run.path)
     RunDir.open(run.path, "resume").close()
     assert issubclass(InfrastructureError, RuntimeError)
+
+
+def test_rewind_deletes_pictures_that_no_file_names(run):
+    store = ImageStore(run.images_dir)
+    named, journaled, later, old = (store.add(picture(seed)) for seed in range(4))
+    for step, part in ((1, named), (3, later)):
+        asked = {"role": "user", "content": [part]}
+        run.save_trajectories([replace(trajectory(), messages=(asked,))], name=step)
+    run.save_trajectories([replace(trajectory(), messages=())], name=2)
+    run.journal_file.write_text(f'{{"task": "{journaled["sha256"]}"}}\n')
+    assert set(store) == {part["sha256"] for part in (named, journaled, later, old)}
+    run.rewind(2)
+    assert set(store) == {named["sha256"], journaled["sha256"]}
+    run.trajectories_file(1).unlink()  # as people do to save space
+    run.rewind(2)
+    assert list(store) == [journaled["sha256"]]
+
+
+def test_rewind_leaves_runs_without_pictures_alone(run):
+    run.rewind(2)
+    assert not run.images_dir.exists()
