@@ -240,6 +240,7 @@ class Turn:
     state_key: str | None = None  # the environment's name of the state that the policy acted in
     role: str | None = None  # who wrote it, in episodes that several roles play
     is_fixed: bool = False  # whether a policy wrote it that is not trained
+    answer_prob: float | None = None  # of the known answer, before this turn (`igpo`)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,6 +371,8 @@ class Trajectory:
 
 def _turn_row(turn: Turn) -> dict[str, Any]:
     row = asdict(turn) | {"finish_reason": str(turn.finish_reason)}
+    if row["answer_prob"] is None:
+        del row["answer_prob"]
     return {k: v for k, v in row.items() if v or k not in ("state_key", "role", "is_fixed")}
 
 

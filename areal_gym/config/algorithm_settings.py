@@ -256,13 +256,18 @@ PRESETS: Mapping[str, Preset] = {
         "gigpo",
         settings=_SYMMETRIC,
     ),
+    "igpo": Preset(
+        "GRPO, plus how much likelier each turn makes the known answer",
+        "igpo",
+        settings=_SYMMETRIC,
+    ),
     "dro": Preset("a quadratic penalty on log-ratios instead of clips", "grpo", "dro"),
 }
 
 _COMPARE_SIBLINGS = frozenset(
     {
         *("grpo", "dr_grpo", "rloo", "lite_ppo", "reinforce_pp_baseline"),
-        *("opo", "gpg", "pass_at_k", "gdpo", "gigpo"),
+        *("opo", "gpg", "pass_at_k", "gdpo", "gigpo", "igpo"),
     }
 )
 

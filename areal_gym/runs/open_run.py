@@ -20,6 +20,7 @@ from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.runs.components import Components
 from areal_gym.runs.evaluation import Evaluations
 from areal_gym.runs.example_batches import ExampleBatches, ExampleEvaluations
+from areal_gym.runs.known_answers import answer_annotator
 from areal_gym.runs.make_trainer import make_supervised_trainer, make_trainer
 from areal_gym.runs.open_engine import open_engine, open_renderer
 from areal_gym.runs.preparation import PreparedRun
@@ -92,6 +93,7 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
     if gpus is not None:
         gpus.share_with(engine)
     annotate = await stack.enter_async_context(open_teacher(prepared, trainer, renderer))
+    annotate = annotate or answer_annotator(config, trainer, renderer)
     settings, directory = config.trainer.weight_sync, prepared.directory.path / "weights"
     weight_sync = make_weight_sync(engine, settings, directory=directory, lora=config.trainer.lora)
     stack.push_async_callback(weight_sync.aclose)

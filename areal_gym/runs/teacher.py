@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
+from areal_gym.runs.task_texts import filled_in
 from areal_gym.trainer.base import ReferenceTrainer
 from areal_gym.types import Group, Message, Trajectory
 from areal_gym.utils.files import path_hints
@@ -137,15 +138,7 @@ def hinted_prompts(hint: str | None, renderer: Renderer, tools: ToolSchemas) -> 
         return None
 
     def prompts(trajectory: Trajectory) -> tuple[Sequence[int], Sequence[int]]:
-        data = trajectory.task.data
-        own = data["task"]["data"] if isinstance(data.get("task"), Mapping) else data
-        try:
-            text = hint.format(**own)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ConfigError(
-                f"teacher.hint = {hint!r} does not fit the task {trajectory.task.id}: {error!r}",
-                hints=[f"its data has: {', '.join(map(str, own)) or 'nothing'}"],
-            ) from error
+        text = filled_in(hint, trajectory.task, "teacher.hint")
         answers = (i for i, m in enumerate(trajectory.messages) if m["role"] == "assistant")
         first = list(trajectory.messages[: next(answers, len(trajectory.messages))])
         place = next((i for i, m in enumerate(first) if m["role"] == "user"), None)

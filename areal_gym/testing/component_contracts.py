@@ -347,6 +347,7 @@ def _trajectories(
         state_keys=[[f"state {k}" for k in range(len(lengths))] for _, _, lengths in chosen],
         reward_parts_G={"all": rewards_G},
         role_means_G=torch.zeros(len(chosen), dtype=torch.float64),
+        answer_probs_T=torch.full((sum(sum(n) for *_, n in chosen),), 0.5, dtype=torch.float64),
         values_T=torch.tensor([v for i in taken for v in values[i]], dtype=torch.float64),
         final_values_G=torch.zeros(len(chosen), dtype=torch.float64),
     )

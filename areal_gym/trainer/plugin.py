@@ -32,6 +32,9 @@ _GROUP_ADVANTAGES = {
 _ANCHOR_ADVANTAGES = {
     "gigpo": "reward - group mean, plus each turn's return against those from the same state",
 }
+_ANSWER_ADVANTAGES = {
+    "igpo": "reward - group mean, plus how much likelier each turn makes the known answer",
+}
 _LOSSES = {
     "ppo_clip": "PPO's clipped ratio per token, with separate bounds and optional dual clip",
     "gspo": "the clipped ratio of whole sequences",
@@ -83,6 +86,7 @@ def register_advantage_estimators() -> Iterable[AdvantageSpec]:
         ("token_advantages", _TOKEN_ADVANTAGES),
         ("group_advantages", _GROUP_ADVANTAGES),
         ("anchor_advantages", _ANCHOR_ADVANTAGES),
+        ("answer_advantages", _ANSWER_ADVANTAGES),
     ):
         for name, summary in summaries.items():
             path = f"areal_gym.trainer.algorithms.{module}:{name}"

@@ -280,7 +280,8 @@ def _registered():
 def test_every_estimator_refuses_nonfinite_rewards(name, bad):
     estimator = registry().load("advantages", name)
     keywords = inspect.signature(estimator).parameters
-    critic = {key: torch.zeros(6) for key in ("values_T", "old_logprobs_T", "teacher_logprobs_T")}
+    names = ("values_T", "old_logprobs_T", "teacher_logprobs_T", "answer_probs_T")
+    critic = {key: torch.zeros(6) for key in names}
 
     def inputs(reward, **further):
         rewards = [[1.0, 2.0], [reward, 0.0], [3.0]]

@@ -74,6 +74,8 @@ class AdvantageInputs:
     state_ids_T: Tensor | None = None
     """The state in which each token's turn began, equal in trajectories of a group that were in the
     same one; -1 where the environment gives no key."""
+    answer_probs_T: Tensor | None = None
+    """The probability of the task's known answer when each token's turn began."""
     reward_parts_G: Mapping[str, Tensor] | None = None
     """Named parts of the rewards, each [G], as the environment gave them; None without any."""
     role_means_G: Tensor | None = None
@@ -145,6 +147,7 @@ _ABSENT = {
     "final_values_G": "trainer has no critic",
     "teacher_logprobs_T": "batch has no teacher",
     "role_means_G": "batch has no roles",
+    "answer_probs_T": "batch has no probabilities of answers",
 }
 """The reasons why an input is not there."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,6 +102,8 @@ def advantage_inputs(
     known = {"old_logprobs_T": trained(rows, "old_logprobs")}
     if any(row.teacher_logprobs for row in rows):
         known["teacher_logprobs_T"] = trained(rows, "teacher_logprobs")
+    if any(prob is not None for row in heads for prob in row.answer_probs):
+        known["answer_probs_T"] = _answer_probs(heads, turn_lengths)
     group_ids = [row.group_id for row in heads]
     lengths_of = [lengths.tolist() for lengths in turn_lengths]
     has_keys = any(key is not None for row in heads for key in row.state_keys)
@@ -112,6 +115,17 @@ def advantage_inputs(
         reward_parts_G=_reward_parts(heads),
         **known,
     )
+
+
+def _answer_probs(
+    heads: Sequence[TokenSequence], turn_lengths: Sequence[np.ndarray[Any, Any]]
+) -> Tensor:
+    """Return the probability of the known answer before each token's turn, [T]."""
+    every_T = [np.zeros(0)]
+    for row, lengths in zip(heads, turn_lengths, strict=True):
+        probs = [np.nan if prob is None else prob for prob in row.answer_probs] or [np.nan]
+        every_T.append(np.repeat(np.array(probs), lengths))
+    return torch.tensor(np.concatenate(every_T))
 
 
 def _reward_parts(heads: Sequence[TokenSequence]) -> dict[str, Tensor] | None:

@@ -52,6 +52,8 @@ class Sequence:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the trajectory's reward."""
     state_keys: tuple[str | None, ...] = ()
+    answer_probs: tuple[float | None, ...] = ()
+    """The probability of the known answer before each turn; None where it is not known."""
     """The environment's name of the state of each turn of the whole trajectory."""
     role: str = ""
     """The role that the policy played: that of the turns, or by the task's data."""
@@ -114,6 +116,7 @@ def make_sequences(
             is_truncated=trajectory.stop_reason.is_truncation,
             reward_parts=trajectory.reward_parts,
             state_keys=tuple(turn.state_key for turn in trajectory.turns),
+            answer_probs=tuple(turn.answer_prob for turn in trajectory.turns),
             role=str(role),
         )
         for branch, spans in enumerate(trajectory.branches or [()])
