@@ -179,9 +179,6 @@ class TrainerConfig(Settings):
     """The advantage estimator (`areal-gym list advantages`)."""
     advantage_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the estimator, such as `discount` and `lam` of "gae"."""
-    known_answer: str = "{answer}"
-    """The known answer of a task, which `igpo` follows: {name} is a field of the task's data, and
-    words before the first field do not count, as in "The answer is {answer}"."""
     loss: str = "ppo_clip"
     """The policy loss (`areal-gym list losses`)."""
     aggregation: Literal["token_mean", "seq_mean", "constant_length"] = "token_mean"

@@ -36,7 +36,11 @@ class TurnDraft:
 
     def turn(self) -> Turn:
         """Return the finished turn."""
-        return Turn(**{field.name: getattr(self, field.name) for field in fields(Turn)})
+        return Turn(**{name: getattr(self, name) for name in _RECORDED})
+
+
+_RECORDED = [field.name for field in fields(Turn) if field.name in TurnDraft.__slots__]
+"""The fields that playing fills in; the trainer adds others."""
 
 
 class EpisodeRecord:

@@ -38,7 +38,7 @@ def answer_annotator(
             f"trainer.advantage=igpo: {type(trainer).__name__} cannot score at temperature 1",
             hints=["it needs the method score_at (docs/plugins.md)"],
         )
-    answer_of = known_answers(config.trainer.known_answer, renderer)
+    answer_of = known_answers(config.trainer.advantage_kwargs.get("answer", "{answer}"), renderer)
     return partial(with_answer_probs, scorer=PolicyTeacher(trainer), answer_of=answer_of)
 
 
@@ -53,7 +53,7 @@ def known_answers(template: str, renderer: Renderer) -> Callable[[Task], KnownAn
     """
     from areal_gym.trainer.answer_probs import KnownAnswer
 
-    key = "trainer.known_answer"
+    key = "trainer.advantage_kwargs.answer"
     pieces = list(Formatter().parse(template))
     fields = [i for i, (_, name, *_) in enumerate(pieces) if name is not None]
     if not fields:

@@ -45,9 +45,7 @@ async def with_answer_probs(
         if not answer.token_ids:
             raise ConfigError(
                 f"the known answer of the task {trajectory.task.id} has no tokens",
-                hints=[
-                    "trainer.known_answer names a field of the task's data, {answer} by default"
-                ],
+                hints=["trainer.advantage_kwargs.answer names a field of the task's data"],
             )
         for turn, prompt in _prompts_of(trajectory):
             lead = [*prompt, *answer.lead_ids]

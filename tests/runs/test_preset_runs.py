@@ -86,16 +86,3 @@ def test_invalid_loss_settings_are_refused_before_rollouts(shaped_env, tiny_poli
     with pytest.raises(ConfigError, match="must be above 1"):
         train(config, run_dir=tmp_path / "run")
     assert not RunDir(tmp_path / "run").read_metrics()
-
-
-def test_igpo_writes_the_probability_of_the_answer_into_turns(tiny_policy, tmp_path):
-    overrides = ["env.id=math", "env.kwargs.max_turns=3", "trainer.algorithm=igpo", "steps=2"]
-    train(config_of(tiny_policy, *overrides), run_dir=tmp_path / "run")
-    played = [t for step in (1, 2) for t in RunDir(tmp_path / "run").read_trajectories(step)]
-    assert max(len(trajectory.turns) for trajectory in played) > 1
-    assert all(0 < turn.answer_prob < 1 for trajectory in played for turn in trajectory.turns)
-    # No reward was earned, and yet turns were told apart.
-    assert {trajectory.reward for trajectory in played} == {0.0}
-    assert RunDir(tmp_path / "run").read_metrics()[-1]["train/zero_advantage"] < 1
-    report = replay(load_config(tmp_path / "run" / "config.yaml"), tmp_path / "run")
-    assert report.is_identical  # without the policy of then, which gave the probabilities

@@ -11,6 +11,7 @@ from areal_gym.envs.nim import NimEnv
 from areal_gym.errors import FailureBudgetError
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.evaluation import evaluate
+from areal_gym.runs.replay import replay
 from areal_gym.runs.train import train
 from areal_gym.trainer.batch.sequences import make_sequences
 from areal_gym.warm_start.starter_policy import prepare_starter
@@ -99,3 +100,18 @@ def test_a_run_whose_opponent_is_down_makes_no_step(nim_policy, tmp_path, monkey
     with pytest.raises(FailureBudgetError, match=r"127\.0\.0\.1:9"):
         train(config, run_dir=tmp_path)
     assert RunDir(tmp_path).read_metrics() == []
+
+
+def test_igpo_follows_the_answer_through_the_turns_of_a_role(nim_policy, tmp_path):
+    settings = ["trainer.algorithm=igpo", "trainer.advantage_kwargs.answer=The pile had {stones}"]
+    train(config_of(nim_policy, *settings, "steps=2"), run_dir=tmp_path)
+    run = RunDir(tmp_path)
+    played = [t for step in (1, 2) for t in run.read_trajectories(step)]
+    assert all(0 < turn.answer_prob < 1 for t in played for turn in t.turns)
+    # The second turn of a role has read more than the first one.
+    pairs = [(t.turns[0], t.turns[2]) for t in played if len(t.turns) > 2]
+    assert pairs
+    assert all(first.role == third.role for first, third in pairs)
+    assert all(first.answer_prob != third.answer_prob for first, third in pairs)
+    # A record has the probabilities: it is trained on again without the policy of then.
+    assert replay(load_config(tmp_path / "config.yaml"), tmp_path).is_identical

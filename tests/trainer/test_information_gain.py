@@ -216,7 +216,7 @@ def test_templates_without_fields_and_tasks_without_answers_are_refused():
         known_answers("42", byte_renderer())
     answer_of = known_answers("{answer}", byte_renderer())
     with pytest.raises(
-        ConfigError, match=r"trainer\.known_answer = '\{answer\}' does not fit"
+        ConfigError, match=r"advantage_kwargs\.answer = '\{answer\}' does not fit"
     ) as e:
         answer_of(Task(id="pile/3", data={"stones": 3}))
     assert "stones" in str(e.value.hints)

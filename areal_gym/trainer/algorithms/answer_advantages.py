@@ -20,6 +20,7 @@ def igpo(
     discount: float = 1.0,
     gain_weight: float = 1.0,
     normalises_jointly: bool = False,
+    answer: str = "{answer}",
 ) -> Tensor:
     """Compute each turn's return of information gains and outcome (Wang et al. 2025, IGPO).
 
@@ -29,7 +30,8 @@ def igpo(
     `normalises_jointly`; then A_k = x_k + discount A_(k+1). The authors' program offers both and
     takes the former. So turns are told apart, and a group of equal rewards still teaches.
     `gain_weight` multiplies normalised gains; 0 is GRPO, but for the discount. `discount` is per
-    turn. Gives [T].
+    turn. `answer` is the known answer as a text with fields of the task's data; it is not used
+    here, but where `answer_probs_T` come from (`areal_gym.runs.known_answers`). Gives [T].
 
     Raises:
         ConfigError: a group has fewer than two members, or a discount outside of (0, 1].
