@@ -13,16 +13,23 @@ from torch import Tensor
 from areal_gym.config import TrainerConfig
 from areal_gym.config.algorithm_settings import RewardConfig
 from areal_gym.errors import ConfigError
+from areal_gym.trainer.algorithms.advantage_inputs import AdvantageInputs, TrajectoryInputs
 from areal_gym.trainer.algorithms.advantages import (
     AdvantageEstimator,
-    AdvantageInputs,
     estimate,
+    estimate_trajectories,
     needs_past_mean,
     needs_roles,
+    takes_tokens,
 )
 from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS
 from areal_gym.trainer.algorithms.token_advantages import turns_of
-from areal_gym.trainer.batch.experience import TokenBatch, advantage_inputs
+from areal_gym.trainer.batch.experience import (
+    TokenBatch,
+    advantage_inputs,
+    has_state_keys,
+    trajectory_inputs,
+)
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.row_passes import RowPasses
@@ -70,14 +77,68 @@ class StepAdvantages:
     ) -> dict[str, float]:
         """Add advantages, and the critic's targets, to the columns; return metrics."""
         config = self._config
-        inputs = advantage_inputs(every_row, config, self._max_new_tokens)
+        make_inputs = advantage_inputs if self._needs_tokens(rows, columns) else trajectory_inputs
+        inputs = self._with_past(make_inputs(every_row, config, self._max_new_tokens), every_row)
         metrics = {}
         if config.reward != RewardConfig():
             metrics["reward/shaped_mean"] = float(inputs.rewards_G.mean())
+        if isinstance(inputs, AdvantageInputs):
+            metrics |= self._put_per_token(inputs, rows, columns)
+        else:
+            metrics |= self._put_per_trajectory(inputs, rows, columns)
+        is_first = bool(self._past_mean.isnan())
+        mean = inputs.rewards_G.mean()
+        self._past_mean.copy_(mean if is_first else self._past_mean.lerp(mean, _NEWEST))
+        return metrics
+
+    def _needs_tokens(self, rows: list[TokenSequence], columns: TokenBatch) -> bool:
+        """Return whether advantages, or their metrics, take the values of every token.
+
+        Every rank computes the advantages of the whole batch: with many ranks, values per token
+        would be most of their work.
+        """
+        return (
+            takes_tokens(self._estimator)
+            or self._critic is not None
+            or self._has_penalties(columns)
+            or any(row.teacher_logprobs for row in rows)
+            or has_state_keys(rows)
+        )
+
+    def _has_penalties(self, columns: TokenBatch) -> bool:
+        return "reference" in columns and self._config.kl.place == "reward"
+
+    def _with_past(
+        self, inputs: TrajectoryInputs, every_row: list[TokenSequence]
+    ) -> TrajectoryInputs:
+        """Return the inputs with the means of earlier steps that the estimator compares with."""
+        if not self._past_mean.isnan():
+            inputs = replace(inputs, past_mean=self._past_mean.clone())
+        if needs_roles(self._estimator):
+            heads = [row for row in every_row if row.branch == 0]
+            role_means_G = self._move_role_means([row.role for row in heads], inputs.rewards_G)
+            inputs = replace(inputs, role_means_G=role_means_G)
+        return inputs
+
+    def _put_per_trajectory(
+        self, inputs: TrajectoryInputs, rows: list[TokenSequence], columns: TokenBatch
+    ) -> dict[str, float]:
+        advantages_G = estimate_trajectories(
+            self._estimator, inputs, **self._config.advantage_kwargs
+        )
+        ids_B = torch.tensor([row.trajectory_id for row in rows])
+        columns.put_per_row("advantages", advantages_G[ids_B].float())
+        is_nonzero = advantages_G[ids_B.unique()] != 0
+        return {"train/zero_advantage": 1 - int(is_nonzero.sum()) / len(is_nonzero)}
+
+    def _put_per_token(
+        self, inputs: AdvantageInputs, rows: list[TokenSequence], columns: TokenBatch
+    ) -> dict[str, float]:
+        config, metrics = self._config, {}
         if inputs.teacher_logprobs_T is not None:
             gained_T = inputs.teacher_logprobs_T - columns.all("old").cpu()
             metrics["train/kl_teacher"] = -float(gained_T.mean())
-        if "reference" in columns and config.kl.place == "reward":
+        if self._has_penalties(columns):
             kl = KL_ESTIMATORS[config.kl.estimator]
             penalties_T = config.kl.coefficient * kl(columns.all("old"), columns.all("reference"))
             inputs = replace(inputs, penalties_T=penalties_T.to("cpu", torch.float64))
@@ -86,16 +147,7 @@ class StepAdvantages:
             values_T, final_values_G = self._passes.values(rows, self._critic, num_trajectories)
             columns.put("values", values_T)
             inputs = replace(inputs, values_T=values_T.cpu(), final_values_G=final_values_G)
-        if not self._past_mean.isnan():
-            inputs = replace(inputs, past_mean=self._past_mean.clone())
-        if needs_roles(self._estimator):
-            heads = [row for row in every_row if row.branch == 0]
-            role_means_G = self._move_role_means([row.role for row in heads], inputs.rewards_G)
-            inputs = replace(inputs, role_means_G=role_means_G)
         result = estimate(self._estimator, inputs, **config.advantage_kwargs)
-        is_first = bool(self._past_mean.isnan())
-        mean = inputs.rewards_G.mean()
-        self._past_mean.copy_(mean if is_first else self._past_mean.lerp(mean, _NEWEST))
         columns.put("advantages", result.advantages_T.float())
         if self._critic is not None and result.returns_T is not None:
             columns.put("returns", result.returns_T.float())

@@ -42,7 +42,7 @@ from areal_gym.trainer.algorithms.token_loss import (
     check_credit,
     proximal_source,
 )
-from areal_gym.trainer.batch.experience import TokenBatch, batch_metrics, trained
+from areal_gym.trainer.batch.experience import TokenBatch, batch_metrics
 from areal_gym.trainer.batch.rank_batches import split_by_group
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.batch.sequences import sequences_of
@@ -271,9 +271,8 @@ class Trainer(PolicyTrainer):
 
     def _columns(self, rows: list[TokenSequence], proximal: Proximal) -> TokenBatch:
         """Return the values of each token before the first update, but for its advantage."""
-        columns = TokenBatch(rows, self._device)
-        columns.put("old", trained(rows, "old_logprobs"))
-        columns.put("versions", trained(rows, "versions"))
+        recorded = {"old": "old_logprobs", "versions": "versions"}
+        columns = TokenBatch(rows, self._device, recorded)
         if self._reference is not None:
             columns.put("reference", torch.cat(self._passes.logprobs(rows, self._reference)))
         if proximal == "scored":

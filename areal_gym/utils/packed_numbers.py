@@ -14,7 +14,7 @@ import math
 import sys
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pickle import PickleBuffer
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast, overload
 
@@ -32,8 +32,9 @@ class PackedNumbers(Sequence[_N], Generic[_N]):
         TypeError: a value is no number of the kind.
     """
 
-    __slots__ = ("_view",)
+    __slots__ = ("_make", "_view")
     _view: memoryview[Any]
+    _make: Callable[[], PackedNumbers[_N]]
     CODE: ClassVar[str]
     """The type of the numbers, as `struct` names it."""
     NAME: ClassVar[str]
@@ -56,6 +57,21 @@ class PackedNumbers(Sequence[_N], Generic[_N]):
     def from_array(cls, numbers: Any) -> Self:
         """Return the numbers of a one-dimensional numpy array, which must not change any more."""
         return cls.from_bytes(memoryview(numbers.astype(cls.NAME, order="C", copy=False)))
+
+    @classmethod
+    def deferred(cls, make: Callable[[], Self]) -> Self:
+        """Return the numbers that `make` returns; it is called when they are first read."""
+        numbers = cls.__new__(cls)
+        numbers._make = make
+        return numbers
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this for a slot that is empty: that of numbers which nobody has read yet.
+        if name != "_view":
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self._view = self._make()._view
+        del self._make
+        return self._view
 
     @classmethod
     def of(cls, values: Iterable[_N]) -> Self:

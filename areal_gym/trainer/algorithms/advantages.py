@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError, NotFiniteError, TrainError, did_you_mean
+from areal_gym.trainer.algorithms.advantage_inputs import AdvantageInputs, TrajectoryInputs
 
 __all__ = [
     "AdvantageEstimator",
@@ -26,6 +27,7 @@ __all__ = [
     "check_settings",
     "dr_grpo",
     "estimate",
+    "estimate_trajectories",
     "gives_token_advantages",
     "grpo",
     "lite_ppo",
@@ -38,104 +40,13 @@ __all__ = [
     "require_finite",
     "returns_to_go",
     "rloo",
+    "takes_tokens",
 ]
 
 AdvantageEstimator = Callable[..., Any]
 """Returns a tensor, or `Advantages` with the critic's targets."""
 
 EPS = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdvantageInputs:
-    """The inputs of estimators: a batch of G trajectories, and their T policy tokens in order.
-
-    Tool outputs and prompts are not among the tokens: nothing is discounted across them.
-    """
-
-    rewards_G: Tensor
-    group_ids_G: Tensor
-    rewards_T: Tensor
-    """The reward on each policy token: a turn's reward is on its last token, 0 elsewhere, less
-    `penalties_T`."""
-    trajectory_ids_T: Tensor
-    """The trajectory of each token, ascending."""
-    turn_ids_T: Tensor
-    """The turn of each token within its trajectory, 0-based and ascending."""
-    values_T: Tensor | None = None
-    """The critic's prediction before each token was sampled."""
-    final_values_G: Tensor | None = None
-    """The critic's prediction after the last token of a truncated trajectory; 0 for a finished
-    one."""
-    old_logprobs_T: Tensor | None = None
-    """Log-probabilities recorded while sampling."""
-    teacher_logprobs_T: Tensor | None = None
-    """A teacher's log-probabilities of the same tokens."""
-    state_ids_T: Tensor | None = None
-    """The state in which each token's turn began, equal in trajectories of a group that were in the
-    same one; -1 where the environment gives no key."""
-    answer_probs_T: Tensor | None = None
-    """The probability of the task's known answer when each token's turn began."""
-    reward_parts_G: Mapping[str, Tensor] | None = None
-    """Named parts of the rewards, each [G], as the environment gave them; None without any."""
-    role_means_G: Tensor | None = None
-    """The running mean of the rewards of each trajectory's role, this batch's included."""
-    past_mean: Tensor | None = None
-    """[]: the running mean of `rewards_G` over earlier steps; None at the first step."""
-    penalties_T: Tensor | None = None
-    """The cost of each token: the KL in the reward (Ouyang et al. 2022, InstructGPT, eq. 2).
-    `estimate` subtracts it from `rewards_T`; where an estimator does not take those, each token's
-    and all later penalties are subtracted from its advantage, after normalisation."""
-
-    @classmethod
-    def from_turns(
-        cls,
-        turn_rewards: Sequence[Sequence[float]],
-        turn_lengths: Sequence[Sequence[int]],
-        group_ids: Sequence[int],
-        *,
-        state_keys: Sequence[Sequence[str | None]] | None = None,
-        **further: Any,
-    ) -> Self:
-        """Make the inputs from the rewards and the policy tokens of each trajectory's turns.
-
-        `state_keys` are the environment's names of the states of the turns, if it has any.
-
-        A turn without policy tokens leaves its reward to the token before it; rewards before the
-        first token count in `rewards_G` only.
-        """
-        trajectories: list[int] = []
-        turns: list[int] = []
-        lengths = torch.tensor([n for part in turn_lengths for n in part], dtype=torch.long)
-        rewards_T = torch.zeros(int(lengths.sum()), dtype=torch.float64)
-        end = 0
-        for i, (rewards_K, lengths_K) in enumerate(zip(turn_rewards, turn_lengths, strict=True)):
-            start = end
-            for k, (reward, length) in enumerate(zip(rewards_K, lengths_K, strict=True)):
-                end += length
-                trajectories.append(i)
-                turns.append(k)
-                if end > start:
-                    rewards_T[end - 1] += reward
-        trajectories_K = torch.tensor(trajectories, dtype=torch.long)
-        turns_K = torch.tensor(turns, dtype=torch.long)
-        if state_keys is not None:
-            ids: dict[tuple[int, str], int] = {}
-            pairs = zip(group_ids, state_keys, strict=True)
-            ids_K = [
-                -1 if key is None else ids.setdefault((group, key), len(ids))
-                for group, keys in pairs
-                for key in keys
-            ]
-            further["state_ids_T"] = torch.tensor(ids_K).long().repeat_interleave(lengths)
-        return cls(
-            rewards_G=torch.tensor([sum(r) for r in turn_rewards], dtype=torch.float64),
-            group_ids_G=torch.tensor(group_ids, dtype=torch.long),
-            rewards_T=rewards_T,
-            trajectory_ids_T=trajectories_K.repeat_interleave(lengths),
-            turn_ids_T=turns_K.repeat_interleave(lengths),
-            **further,
-        )
 
 
 _INPUTS = {field.name for field in fields(AdvantageInputs)} - {"penalties_T"}
@@ -168,11 +79,35 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
         TrainError: it gave numbers of another shape.
         NotFiniteError: rewards or other inputs are not finite, or what it gave is not.
     """
+    if inputs.penalties_T is not None:
+        inputs = replace(inputs, rewards_T=inputs.rewards_T - inputs.penalties_T)
+    result = _call(estimator, inputs, settings)
+    if not takes_tokens(estimator):
+        result = Advantages(result.advantages_T[inputs.trajectory_ids_T])
+    if inputs.penalties_T is not None and "rewards_T" not in _keywords(estimator):
+        to_go_T = _sums_to_go(inputs.penalties_T, inputs.trajectory_ids_T)
+        result = result._replace(advantages_T=result.advantages_T - to_go_T)
+    return result
+
+
+def estimate_trajectories(
+    estimator: AdvantageEstimator, inputs: TrajectoryInputs, **settings: Any
+) -> Tensor:
+    """Call an estimator that takes no tokens; return an advantage per trajectory, [G].
+
+    Raises:
+        GymError: what `estimate` raises.
+    """
+    return _call(estimator, inputs, settings).advantages_T
+
+
+def _call(
+    estimator: AdvantageEstimator, inputs: TrajectoryInputs, settings: Mapping[str, Any]
+) -> Advantages:
+    """Return what the estimator gives, per token or per trajectory, once both sides are checked."""
     name, keywords = _name(estimator), _keywords(estimator)
     check_settings(estimator, settings)
     further = _INPUTS & keywords.keys()
-    if inputs.penalties_T is not None:
-        inputs = replace(inputs, rewards_T=inputs.rewards_T - inputs.penalties_T)
     given = {key: value for key in further if (value := getattr(inputs, key)) is not None}
     require_finite(name, rewards_G=inputs.rewards_G, **given)
     for key in sorted(further - given.keys()):
@@ -184,9 +119,9 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
             )
     output = estimator(inputs.rewards_G, inputs.group_ids_G, **given, **settings)
     result = output if isinstance(output, Advantages) else Advantages(output)
-    is_per_token = any(key.endswith("_T") for key in further)
     unit, expected = "trajectory", tuple(inputs.rewards_G.shape)
-    if is_per_token:
+    if takes_tokens(estimator):
+        assert isinstance(inputs, AdvantageInputs)
         unit, expected = "policy token", tuple(inputs.rewards_T.shape)
     if (shape := tuple(result.advantages_T.shape)) != expected:
         raise TrainError(
@@ -196,11 +131,6 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
         )
     if not result.advantages_T.isfinite().all():
         raise NotFiniteError(f"the advantage estimator {name} gave advantages that are not finite")
-    if not is_per_token:
-        result = Advantages(result.advantages_T[inputs.trajectory_ids_T])
-    if inputs.penalties_T is not None and "rewards_T" not in further:
-        to_go_T = _sums_to_go(inputs.penalties_T, inputs.trajectory_ids_T)
-        result = result._replace(advantages_T=result.advantages_T - to_go_T)
     return result
 
 
@@ -254,10 +184,15 @@ def needs_critic(estimator: AdvantageEstimator) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
+def takes_tokens(estimator: AdvantageEstimator) -> bool:
+    """Return whether the estimator names an input per token, and so gives advantages per token."""
+    return bool(_token_inputs(estimator))
+
+
 def gives_token_advantages(estimator: AdvantageEstimator) -> bool:
     """Return whether advantages may differ within a trajectory: the estimator works on tokens."""
-    inputs = {name for name in _keywords(estimator) if name in _INPUTS and name.endswith("_T")}
-    return bool(inputs - {"trajectory_ids_T"})  # that says nothing about the token itself
+    # The trajectory's number says nothing about the token itself.
+    return bool(_token_inputs(estimator) - {"trajectory_ids_T"})
 
 
 def grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
@@ -354,6 +289,10 @@ def _sums_to_go(values_T: Tensor, trajectory_ids_T: Tensor) -> Tensor:
 def _keywords(estimator: AdvantageEstimator) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(estimator).parameters
     return {key: p for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def _token_inputs(estimator: AdvantageEstimator) -> set[str]:
+    return {name for name in _INPUTS & _keywords(estimator).keys() if name.endswith("_T")}
 
 
 def _name(estimator: AdvantageEstimator) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,20 +11,30 @@ from torch import Tensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.algorithms.advantages import AdvantageInputs
+from areal_gym.trainer.algorithms.advantage_inputs import AdvantageInputs, TrajectoryInputs
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 
 
 class TokenBatch:
-    """Named values of the trained tokens of some rows; each [T_row] on the rows' device."""
+    """Named values of the trained tokens of some rows; each [T_row] on the rows' device.
 
-    def __init__(self, rows: Sequence[TokenSequence], device: torch.device) -> None:
+    `recorded` names columns of the rows, which are read when they are taken.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[TokenSequence],
+        device: torch.device,
+        recorded: Mapping[str, str] | None = None,
+    ) -> None:
+        self._rows = rows
         self._lengths = [row.num_trainable for row in rows]
         self._device = device
+        self._recorded = dict(recorded or {})
         self._values: dict[str, list[Tensor]] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._values
+        return name in self._values or name in self._recorded
 
     def put(self, name: str, values_T: Tensor) -> None:
         """Store values of all tokens, row after row."""
@@ -37,14 +47,22 @@ class TokenBatch:
         for i, part in zip(indexes, parts, strict=True):
             values[i] = part
 
+    def put_per_row(self, name: str, values_B: Tensor) -> None:
+        """Store one value per row, which all tokens of the row have."""
+        pairs = zip(values_B.to(self._device), self._lengths, strict=True)
+        self._values[name] = [value.expand(length) for value, length in pairs]
+
     def take(self, name: str, indexes: Sequence[int]) -> Tensor:
         """Return the values of the rows `indexes`, in that order."""
+        if name in self._recorded:
+            rows = [self._rows[i] for i in indexes]
+            return trained(rows, self._recorded[name]).to(self._device)
         values = self._values[name]
         return torch.cat([values[i] for i in indexes])
 
     def all(self, name: str) -> Tensor:
         """Return the values of all rows."""
-        return torch.cat(self._values[name])
+        return self.take(name, range(len(self._lengths)))
 
     def per_row(self, values_B: Tensor, indexes: Sequence[int]) -> Tensor:
         """Repeat one value per row of `indexes` for the row's tokens."""
@@ -67,28 +85,69 @@ def advantage_inputs(
 ) -> AdvantageInputs:
     """Make the inputs of estimators: shaped rewards, and the turn and trajectory of each token.
 
-    `rows` are all branches of all trajectories, in order. Changes of a trajectory's reward by
-    shaping, except for the scale, apply to its last turn.
+    `rows` are all branches of all trajectories, in order.
+    """
+    turn_rewards, turn_lengths = _shaped_turns(rows, config, max_new_tokens)
+    heads = [row for row in rows if row.branch == 0]
+    known = {"old_logprobs_T": trained(rows, "old_logprobs")}
+    if any(row.teacher_logprobs for row in rows):
+        known["teacher_logprobs_T"] = trained(rows, "teacher_logprobs")
+    if any(prob is not None for row in heads for prob in row.answer_probs):
+        known["answer_probs_T"] = _answer_probs(heads, turn_lengths)
+    return AdvantageInputs.from_turns(
+        turn_rewards,
+        turn_lengths,
+        [row.group_id for row in heads],
+        state_keys=[row.state_keys or (None,) for row in heads] if has_state_keys(rows) else None,
+        reward_parts_G=_reward_parts(heads),
+        **known,
+    )
+
+
+def trajectory_inputs(
+    rows: Sequence[TokenSequence], config: TrainerConfig, max_new_tokens: int
+) -> TrajectoryInputs:
+    """Make what `advantage_inputs` makes for estimators that take no tokens."""
+    turn_rewards, _ = _shaped_turns(rows, config, max_new_tokens)
+    heads = [row for row in rows if row.branch == 0]
+    return TrajectoryInputs(
+        rewards_G=torch.tensor([sum(rewards) for rewards in turn_rewards], dtype=torch.float64),
+        group_ids_G=torch.tensor([row.group_id for row in heads], dtype=torch.long),
+        reward_parts_G=_reward_parts(heads),
+    )
+
+
+def has_state_keys(rows: Sequence[TokenSequence]) -> bool:
+    """Return whether an environment has named the states of the rows' turns."""
+    return any(key is not None for row in rows for key in row.state_keys)
+
+
+def _shaped_turns(
+    rows: Sequence[TokenSequence], config: TrainerConfig, max_new_tokens: int
+) -> tuple[list[list[float]], list[list[int]]]:
+    """Return the shaped reward, and the number of policy tokens, of each trajectory's turns.
+
+    Changes of a trajectory's reward by shaping, except for the scale, apply to its last turn.
     """
     heads = [row for row in rows if row.branch == 0]
     turn_rewards = [list(row.turn_rewards) or [0.0] for row in heads]
-    turn_lengths = [np.zeros(len(rewards), np.int64) for rewards in turn_rewards]
+    turn_lengths = [[0] * len(rewards) for rewards in turn_rewards]
     for row in rows:
-        lengths = turn_lengths[row.trajectory_id]
-        lengths += np.bincount(row.trained("turn_ids"), minlength=len(lengths))
+        for run in row.runs:
+            turn_lengths[row.trajectory_id][run.turn] += run.num_tokens
     shaping = config.reward
     rewards_G = torch.tensor([sum(rewards) for rewards in turn_rewards], dtype=torch.float64)
     shaped_G = rewards_G
     if shaping.length_penalty:
         shaped_G = length_penalised(
             shaped_G,
-            torch.tensor([int(lengths.sum()) for lengths in turn_lengths]),
+            torch.tensor([sum(lengths) for lengths in turn_lengths]),
             torch.tensor([row.group_id for row in heads]),
             share=shaping.length_penalty,
             right_reward=shaping.right_reward,
         )
     if shaping.overlong_tail:
-        longest_G = torch.tensor([int(lengths.max()) for lengths in turn_lengths])
+        longest_G = torch.tensor([max(lengths) for lengths in turn_lengths])
         shaped_G = shaped_G + overlong_penalty(
             longest_G,
             max_length=max_new_tokens,
@@ -99,27 +158,10 @@ def advantage_inputs(
     for rewards, total in zip(turn_rewards, shaped_G.tolist(), strict=True):
         rewards[:] = [reward * shaping.scale for reward in rewards]
         rewards[-1] += total - sum(rewards)
-    known = {"old_logprobs_T": trained(rows, "old_logprobs")}
-    if any(row.teacher_logprobs for row in rows):
-        known["teacher_logprobs_T"] = trained(rows, "teacher_logprobs")
-    if any(prob is not None for row in heads for prob in row.answer_probs):
-        known["answer_probs_T"] = _answer_probs(heads, turn_lengths)
-    group_ids = [row.group_id for row in heads]
-    lengths_of = [lengths.tolist() for lengths in turn_lengths]
-    has_keys = any(key is not None for row in heads for key in row.state_keys)
-    return AdvantageInputs.from_turns(
-        turn_rewards,
-        lengths_of,
-        group_ids,
-        state_keys=[row.state_keys or (None,) for row in heads] if has_keys else None,
-        reward_parts_G=_reward_parts(heads),
-        **known,
-    )
+    return turn_rewards, turn_lengths
 
 
-def _answer_probs(
-    heads: Sequence[TokenSequence], turn_lengths: Sequence[np.ndarray[Any, Any]]
-) -> Tensor:
+def _answer_probs(heads: Sequence[TokenSequence], turn_lengths: Sequence[Sequence[int]]) -> Tensor:
     """Return the probability of the known answer before each token's turn, [T]."""
     every_T = [np.zeros(0)]
     for row, lengths in zip(heads, turn_lengths, strict=True):
@@ -204,17 +246,21 @@ def batch_metrics(rows: Sequence[TokenSequence], version: int) -> dict[str, floa
     by_group: dict[int, list[float]] = {}
     for row in heads:
         by_group.setdefault(row.group_id, []).append(row.reward)
-    versions = np.concatenate([row.array("versions") for row in rows])
-    staleness = version - versions[versions >= 0].astype(np.int64)
+    lags: Counter[int] = Counter()
+    for row in rows:
+        for run in row.runs:
+            if run.version >= 0:  # others are not of this run
+                lags[version - run.version] += run.num_tokens
+    num_tokens = lags.total()
     return {
         "reward/mean": float(rewards_G.mean()),
         "reward/std": float(rewards_G.std(correction=0)),
         "reward/solve_all": sum(min(r) >= 1 for r in by_group.values()) / len(by_group),
         "reward/solve_none": sum(max(r) <= 0 for r in by_group.values()) / len(by_group),
-        "rollout/staleness_mean": int(staleness.sum()) / len(staleness),
-        "rollout/staleness_max": float(staleness.max()),
-        "rollout/tokens": float(len(staleness)),
+        "rollout/staleness_mean": sum(lag * num for lag, num in lags.items()) / num_tokens,
+        "rollout/staleness_max": float(max(lags)),
+        "rollout/tokens": float(num_tokens),
         "rollout/turns": sum(len(row.turn_rewards) for row in heads) / len(heads),
         "train/sequences": float(len(rows)),
-        "train/masked_fraction": 1 - len(staleness) / sum(len(row) for row in rows),
+        "train/masked_fraction": 1 - num_tokens / sum(len(row) for row in rows),
     }

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,9 +22,21 @@ from areal_gym.types import Group, ImageRef, RoutedExperts, TokenSpan, Trajector
 from areal_gym.utils.packed_numbers import Bools, Floats, Ints, PackedNumbers
 
 
+class TrainedRun(NamedTuple):
+    """The number of tokens of a row that one version sampled in one turn."""
+
+    turn: int
+    version: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequence:
-    """One row of a training batch. All columns have the row's length T, and are kept packed."""
+    """One row of a training batch. All columns have the row's length T, and are kept packed.
+
+    Most columns of a trajectory's row are made when they are read, which of most rows a rank does
+    not; `runs` are enough for what every rank counts in all rows.
+    """
 
     token_ids: Numbers[int]
     loss_mask: Numbers[bool]
@@ -52,9 +64,9 @@ class Sequence:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the trajectory's reward."""
     state_keys: tuple[str | None, ...] = ()
+    """The environment's name of the state of each turn of the whole trajectory."""
     answer_probs: tuple[float | None, ...] = ()
     """The probability of the known answer before each turn; None where it is not known."""
-    """The environment's name of the state of each turn of the whole trajectory."""
     role: str = ""
     """The role that the policy played: that of the turns, or by the task's data."""
     images: tuple[ImageRef, ...] = ()
@@ -64,13 +76,17 @@ class Sequence:
     teacher."""
     routed_experts: RoutedExperts | None = None
     """The experts by which the trained tokens were sampled; None where no engine told them."""
+    runs: tuple[TrainedRun, ...] = ()
+    """The tokens to train on; counted in the columns where they are not given."""
     num_trainable: int = field(init=False)
     """The number of tokens to train on."""
 
     def __post_init__(self) -> None:
         for name, kind in _COLUMNS.items():
             object.__setattr__(self, name, kind.of(getattr(self, name)))
-        object.__setattr__(self, "num_trainable", int(np.count_nonzero(self.array("loss_mask"))))
+        if not self.runs:
+            object.__setattr__(self, "runs", self._count_runs())
+        object.__setattr__(self, "num_trainable", sum(run.num_tokens for run in self.runs))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -79,6 +95,15 @@ class Sequence:
     def reward(self) -> float:
         """The sum of rewards over the turns."""
         return sum(self.turn_rewards)
+
+    def _count_runs(self) -> tuple[TrainedRun, ...]:
+        num_trained = int(np.count_nonzero(self.array("loss_mask")))
+        pairs = [
+            self.trained(name) if len(getattr(self, name)) else np.zeros(num_trained, np.int32)
+            for name in ("turn_ids", "versions")
+        ]
+        runs, counts = np.unique(np.stack(pairs), axis=1, return_counts=True)
+        return tuple(map(TrainedRun, *runs.tolist(), counts.tolist()))
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """Return a column as an array, which shares its memory."""
@@ -127,7 +152,8 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
     lengths = [len(span) for span in spans]
 
     def repeated(kind: type[PackedNumbers[Any]], values: Iterable[Any]) -> PackedNumbers[Any]:
-        return kind.from_array(np.repeat(np.array(list(values), kind.NAME), lengths))
+        of_spans = np.array(list(values), kind.NAME)
+        return kind.deferred(lambda: kind.from_array(np.repeat(of_spans, lengths)))
 
     sampled = [span for span in spans if span.origin == "policy"]
     known = next((span.routed_experts for span in sampled if span.routed_experts), None)
@@ -135,14 +161,15 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
     return Sequence(
         token_ids=_joined_ids([Ints.of(span.token_ids) for span in spans]),
         loss_mask=repeated(Bools, (span.origin == "policy" for span in spans)),
-        old_logprobs=_logprobs(span.logprobs or len(span) for span in spans),
+        old_logprobs=_logprobs([span.logprobs or len(span) for span in spans]),
         versions=repeated(
             Ints, (-1 if span.policy_version is None else span.policy_version for span in spans)
         ),
         turn_ids=repeated(Ints, (span.turn for span in spans)),
-        teacher_logprobs=_logprobs(span.teacher_logprobs or len(span) for span in spans)
+        teacher_logprobs=_logprobs([span.teacher_logprobs or len(span) for span in spans])
         if is_taught
         else (),
+        runs=tuple(TrainedRun(s.turn, s.policy_version or 0, len(s)) for s in sampled if len(s)),
         routed_experts=known
         and RoutedExperts.joined(s.routed_experts or known.unknown(len(s)) for s in sampled),
         num_prompt_tokens=lengths[0] if spans and spans[0].origin == "prompt" else 0,
@@ -161,10 +188,14 @@ def _joined_ids(parts: list[Ints]) -> Ints:
     return Ints.joined(parts)
 
 
-def _logprobs(parts: Iterable[Numbers[float] | int]) -> Floats:
-    """Return all parts; a number stands for as many zeros."""
-    zeros = (np.zeros(p) if isinstance(p, int) else np.asarray(p) for p in parts)
-    return Floats.from_array(np.concatenate([np.zeros(0), *zeros]))
+def _logprobs(parts: list[Numbers[float] | int]) -> Floats:
+    """Return all parts, when they are read; a number stands for as many zeros."""
+
+    def joined() -> Floats:
+        arrays = (np.zeros(part) if isinstance(part, int) else np.asarray(part) for part in parts)
+        return Floats.from_array(np.concatenate([np.zeros(0), *arrays]))
+
+    return Floats.deferred(joined)
 
 
 def sequences_of(groups: Iterable[Group]) -> list[Sequence]:
