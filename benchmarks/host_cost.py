@@ -120,7 +120,7 @@ class Sequences:
         """Read the answers to the turns of one episode, and record them; pause after each turn."""
         recorder = Recorder(self._engine, None, SamplingParams())  # type: ignore[arg-type]
         prompt = self._prompts[group % len(self._prompts)]
-        ids: tuple[int, ...] = ()
+        ids: list[int] = []
         messages: list[Message] = [{"role": "user", "content": "word " * PROMPT}]
         for turn in range(NUM_TURNS):
             added = (prompt if turn == 0 else ()) + self._rng.choice(self._replies)
@@ -129,9 +129,8 @@ class Sequences:
             draft = Reply()
             draft.add(read_answer(answer, 3))
             generation = draft.generation(FinishReason.STOP)
-            sent = (*ids, *added)
-            recorder._keep(Prompt(sent, added, 0, []), generation, 0, 1.0)
-            ids = (*sent, *generation.token_ids)
+            recorder._keep(Prompt((*ids, *added), added, 0, []), generation, 0, 1.0)
+            ids += (*added, *generation.token_ids)  # as `Dialogue.answer` does
             messages.append({"role": "assistant", "content": self._text})
             yield
         return Trajectory(

@@ -60,6 +60,12 @@ def unpack_trajectory(row: Mapping[str, Any], task: Task) -> Trajectory:
     return replace(_unpack(row, {"id": task.id, "data": {}}), task=task)
 
 
+class _Base64(str):
+    """A text in which JSON escapes nothing: its characters need not be looked at one by one."""
+
+    __slots__ = ()
+
+
 def dump_row(row: Mapping[str, Any]) -> str:
     """Return an object as one line of JSON.
 
@@ -80,8 +86,13 @@ def _texts(row: Mapping[str, Any]) -> Iterator[str]:
             for place, item in enumerate(value):
                 if place:
                     yield ","
-                yield encode(item)
+                if type(item) is dict and any(type(part) is _Base64 for part in item.values()):
+                    yield from _texts(item)
+                else:
+                    yield encode(item)
             yield "]"
+        elif type(value) is _Base64:
+            yield f'"{value}"'
         elif type(value) is dict and all(type(name) is str for name in value):
             yield from _texts(value)
         else:
@@ -93,12 +104,12 @@ def _pack(trajectory: Trajectory, task: Task) -> dict[str, Any]:
     spans = trajectory.spans
     row = dict(zip(_PLAIN, _plain_of(trajectory), strict=True))
     row["turns"] = [_turn_of(turn) for turn in trajectory.turns]
-    row["token_ids"] = Ints.joined(span.token_ids for span in spans).to_text()
+    row["token_ids"] = _Base64(Ints.joined(span.token_ids for span in spans).to_text())
     sampled = [span for span in spans if span.origin == "policy"]
     for name in _FLOATS:
         columns = [getattr(span, name) for span in sampled]
         if None not in columns:
-            row[name] = Floats.joined(columns).to_text()
+            row[name] = _Base64(Floats.joined(columns).to_text())
     row["spans"] = [(len(span), *_span_values(span, row.keys())) for span in spans]
     experts = [span.routed_experts and span.routed_experts.to_dict() for span in spans]
     if any(experts):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,8 +221,9 @@ class Trainer(PolicyTrainer):
                 {
                     "trajectory": row.episode_id,
                     "advantage": round(float(advantages_T.mean()), 5),
-                    "advantages": Floats.from_array(advantages_T.double().cpu().numpy()),
-                    "logprobs": Floats.from_array(logprobs[i].double().cpu().numpy()),
+                    # Of several ranks, one is read.
+                    "advantages": Floats.deferred(partial(_floats, advantages_T)),
+                    "logprobs": Floats.deferred(partial(_floats, logprobs[i])),
                 }
             )
         return token_rows
@@ -371,3 +373,7 @@ class Trainer(PolicyTrainer):
                 clip=self.config.critic.clip,
             )
         return scores, loss_T - bonus * scores.entropy, metrics
+
+
+def _floats(values_T: Tensor) -> Floats:
+    return Floats.from_array(values_T.double().cpu().numpy())

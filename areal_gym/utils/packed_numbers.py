@@ -233,7 +233,10 @@ def from_packed(value: Any) -> Sequence[Any]:
 
 def _bytes_of(values: Iterable[Any], code: str) -> bytes:
     to_list = getattr(values, "tolist", None)  # arrays, tensors, and packed numbers of other kinds
-    numbers = list(values) if to_list is None else to_list()
+    if to_list is not None:
+        numbers = to_list()
+    else:
+        numbers = values if isinstance(values, list | tuple) else list(values)
     return bytes(map(bool, numbers)) if code == "?" else array(code, numbers).tobytes()
 
 

@@ -4,9 +4,24 @@ import pickle
 from dataclasses import replace
 
 import pytest
+import torch
 
-from areal_gym.config import Layout
+from areal_gym.config import Layout, TrainerConfig
 from areal_gym.errors import TrainError
+from areal_gym.trainer.algorithms.advantages import (
+    dr_grpo,
+    estimate,
+    estimate_trajectories,
+    grpo,
+    reinforce,
+)
+from areal_gym.trainer.batch.experience import (
+    TokenBatch,
+    advantage_inputs,
+    batch_metrics,
+    trained,
+    trajectory_inputs,
+)
 from areal_gym.trainer.batch.rank_batches import (
     OtherRanksTokens,
     divide,
@@ -14,7 +29,7 @@ from areal_gym.trainer.batch.rank_batches import (
     split_by_group,
     with_tokens,
 )
-from areal_gym.trainer.batch.sequences import sequences_of
+from areal_gym.trainer.batch.sequences import Sequence, sequences_of
 from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.types import FinishReason, Group, RoutedExperts, Task, TokenSpan, Trajectory, Turn
 
@@ -124,3 +139,52 @@ def test_a_batch_without_tokens_is_divided():
     shared, every_own = divide(groups, Layout(shard=2), 2)
     assert every_own == [{}, {}]
     assert with_tokens(shared, {}) == groups
+
+
+def test_facts_of_all_rows_are_counted_without_making_their_columns():
+    every_row = sequences_of(batch())
+    lags = [9 - version for row in every_row for version in row.versions if version >= 0]
+    lengths = [sum(row.loss_mask) for row in every_row]
+    assert [row.num_trainable for row in every_row] == lengths
+
+    every_row = sequences_of(batch())
+    rows = [row for row in every_row if row.num_trainable]
+    metrics = batch_metrics(every_row, version=9)
+    assert metrics["rollout/staleness_mean"] == sum(lags) / len(lags)
+    assert metrics["rollout/staleness_max"] == max(lags)
+    assert metrics["rollout/tokens"] == len(lags)
+    assert metrics["train/masked_fraction"] == 1 - len(lags) / sum(map(len, every_row))
+    trajectory_inputs(every_row, TrainerConfig(reward={"overlong_tail": 0.5}), 8)
+    columns = TokenBatch(rows, torch.device("cpu"), {"old": "old_logprobs"})
+    columns.put_per_row("advantages", torch.arange(len(rows)).float())
+    assert columns.take("old", [2]).tolist() == list(rows[2].trained("old_logprobs"))
+    for name in ("loss_mask", "old_logprobs", "versions", "turn_ids"):
+        is_read = [not hasattr(getattr(row, name), "_make") for row in rows]
+        assert is_read == [
+            i == 2 and name in ("loss_mask", "old_logprobs") for i in range(len(rows))
+        ]
+
+
+@pytest.mark.parametrize("estimator", [grpo, dr_grpo, reinforce])
+def test_an_advantage_per_trajectory_is_that_of_each_token(estimator):
+    groups = batch()
+    every_row = [*sequences_of(groups[:2])]
+    config = TrainerConfig(reward={"overlong_tail": 0.5, "length_penalty": 0.3, "scale": 2.0})
+    by_token = estimate(estimator, advantage_inputs(every_row, config, 8)).advantages_T
+    advantages_G = estimate_trajectories(estimator, trajectory_inputs(every_row, config, 8))
+    columns = TokenBatch(every_row, torch.device("cpu"))
+    columns.put_per_row("advantages", advantages_G[[row.trajectory_id for row in every_row]])
+    assert torch.equal(columns.all("advantages"), by_token)
+    assert len(by_token.unique()) > 2
+
+
+def test_rows_of_columns_count_their_runs():
+    columns = {
+        "loss_mask": (False, True, True, False, True, True),
+        "old_logprobs": (0.0, -1.0, -2.0, 0.0, -3.0, -4.0),
+        "versions": (-1, 4, 4, -1, 4, 5),
+    }
+    row = Sequence(token_ids=range(6), turn_ids=(0, 0, 0, 1, 1, 1), **columns)
+    assert row.runs == ((0, 4, 2), (1, 4, 1), (1, 5, 1))
+    assert row.num_trainable == Sequence(token_ids=range(6), **columns).num_trainable == 4
+    assert trained([row], "versions").tolist() == [4, 4, 4, 5]

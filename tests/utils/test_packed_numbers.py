@@ -97,3 +97,22 @@ def test_other_values_are_refused(values, error):
 def test_damaged_numbers_are_refused(value):
     with pytest.raises(ValueError, match=r"numbers|int32|base64|buffer|Only"):
         from_packed(value)
+
+
+def test_deferred_numbers_are_made_once_when_they_are_read():
+    calls = []
+
+    def make() -> Ints:
+        calls.append(1)
+        return Ints((9, 12))
+
+    numbers = Ints.deferred(make)
+    assert Ints.of(numbers) is numbers
+    assert copy.deepcopy(numbers) is numbers
+    assert not calls
+    assert pickle.loads(pickle.dumps(numbers)) == numbers == (9, 12)
+    assert np.asarray(numbers).tolist() == list(numbers)
+    assert len(numbers) == 2
+    assert calls == [1]
+    with pytest.raises(AttributeError, match="shape"):
+        _ = numbers.shape

@@ -366,7 +366,7 @@ class ServerClient(ABC):
         return self._read(route, status, response.content_type, answer)
 
     def _read(self, route: str, status: int, content_type: str, body: bytes) -> dict[str, Any]:
-        answer: Any = {"message": body.decode("utf-8", "replace").strip()}
+        answer: Any
         if content_type == "application/json" and body:
             try:
                 answer = load_json(body)
@@ -378,6 +378,8 @@ class ServerClient(ABC):
                 f"{self.url} answers HTML: it is not a server of {self.kind}",
                 hints=[f"start one: {self.start_command}"],
             )
+        else:
+            answer = {"message": body.decode("utf-8", "replace").strip()}
         if status == 200 and answer is None:
             return {}
         if status == 200 and isinstance(answer, dict) and answer.get("success") is not False:
