@@ -66,7 +66,7 @@ class PackedNumbers(Sequence[_N], Generic[_N]):
         return numbers
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this for a slot that is empty: that of numbers which nobody has read yet.
+        # Python calls this for an empty slot, which that of numbers is until they are read.
         if name != "_view":
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self._view = self._make()._view
