@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import partial
 from importlib import import_module
@@ -370,8 +370,7 @@ class Trajectory:
 
 
 def _turn_row(turn: Turn) -> dict[str, Any]:
-    row = {field.name: getattr(turn, field.name) for field in fields(Turn)}
-    row |= {"finish_reason": str(turn.finish_reason), "reward_parts": dict(turn.reward_parts)}
+    row = asdict(turn) | {"finish_reason": str(turn.finish_reason)}
     if row["answer_prob"] is None:
         del row["answer_prob"]
     return {k: v for k, v in row.items() if v or k not in ("state_key", "role", "is_fixed")}
