@@ -21,7 +21,17 @@ from tests._support.sglang_servers import publish, website
 from tests._support.sglang_suite import TOLERANCE, ask, logprob_gap
 from tests._support.vllm_processes import FAKE as FAKE_VLLM
 
-KINDS = {"sglang": (FakeSGLangServer, SGLangEngine), "vllm": (FakeVLLMServer, VLLMEngine)}
+
+class VLLMOnGpu(FakeVLLMServer):
+    """A server that reports a GPU: those on CPUs have no memory to release."""
+
+    async def _collective_rpc(self, request):
+        answer = await super()._collective_rpc(request)
+        body = answer.body.replace(b'"cpu"', b'"cuda"')
+        return web.Response(body=body, content_type="application/json")
+
+
+KINDS = {"sglang": (FakeSGLangServer, SGLangEngine), "vllm": (VLLMOnGpu, VLLMEngine)}
 PATIENCE_S = 30
 
 
@@ -166,8 +176,8 @@ def test_server_that_is_lost_in_a_publication_goes_on_when_it_is_back(kind, poli
     asyncio.run(play())
 
 
-class RefusesToRelease(FakeVLLMServer):
-    """A server that fails to release memory, as vLLM's on CPUs.
+class RefusesToRelease(VLLMOnGpu):
+    """A server that fails to release memory.
 
     It hangs up afterwards, which the client does not know when it sends its next request on that
     connection.
@@ -244,5 +254,28 @@ def test_launched_server_that_is_killed_in_its_sleep_is_started_again(kind, poli
             await engine.wake_up()
             await check_answer(engine, policies.second, 1)
             assert engine.stats.num_relaunches == 1
+
+    asyncio.run(play())
+
+
+def test_vllm_on_a_cpu_is_not_asked_to_release_its_cache_alone(policies):
+    """One of several workers would fail, and the server take its answer for a later one."""
+
+    class OnCpu(FakeVLLMServer):
+        num_asked = 0
+
+        async def _release_cache(self, request):
+            self.num_asked += 1
+            return await super()._release_cache(request)
+
+    async def play():
+        async with (
+            stand_in(OnCpu, policies.first) as server,
+            started(VLLMEngine(policies.first, urls=[server.url])) as engine,
+        ):
+            await engine.sleep(keeps_weights=True)
+            await engine.wake_up()
+            assert server.num_asked == 0
+            await check_answer(engine, policies.first, 0)
 
     asyncio.run(play())

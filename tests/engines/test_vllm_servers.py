@@ -5,9 +5,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from areal_gym.config import load_config
-from areal_gym.engines.base import ReferenceScores
+from areal_gym.engines.base import BROKEN_WEIGHTS, ReferenceScores
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
@@ -141,6 +142,45 @@ def test_adapter_above_the_servers_rank_is_refused_with_the_flag(tiny_policy, tm
             with pytest.raises(EngineError, match="rank 64 is greater than max_lora_rank 8") as e:
                 await client.load_adapter(tmp_path, 1)
             assert any("--max-lora-rank RANK" in hint for hint in e.value.hints)
+
+    asyncio.run(scenario())
+
+
+class TwoWorkers(FakeVLLMServer):
+    """A server of two workers, one of which fails to load an adapter."""
+
+    async def _world_size(self, request):
+        return web.json_response({"world_size": 2})
+
+    async def _load_adapter(self, request):
+        return web.Response(text="Internal Server Error", status=500)
+
+
+def test_server_of_several_workers_is_broken_when_one_fails(tiny_policy, tmp_path):
+    """It would take the answers of the other workers for those to later requests."""
+
+    async def scenario():
+        server = TwoWorkers(EmbeddedEngine.from_checkpoint(tiny_policy, max_context=128))
+        async with serving(server, policy=tiny_policy) as engine:
+            client = engine.servers[0].client
+            with pytest.raises(EngineError, match="of several workers must be restarted"):
+                await client.load_adapter(tmp_path, 1)
+            assert await client.weight_version() == BROKEN_WEIGHTS
+
+    asyncio.run(scenario())
+
+
+def test_adapter_above_the_servers_rank_is_not_sent(tiny_policy, tmp_path):
+    """Workers fail at it, and a server of several workers must be restarted then."""
+    (tmp_path / "adapter_config.json").write_text('{"r": 17, "lora_alpha": 17}')
+
+    async def scenario():
+        server = TwoWorkers(EmbeddedEngine.from_checkpoint(tiny_policy, max_context=128))
+        async with serving(server, policy=tiny_policy) as engine:
+            client = engine.servers[0].client
+            with pytest.raises(EngineError, match="rank 17 is greater than max_lora_rank 16"):
+                await client.load_adapter(tmp_path, 1)
+            assert await client.weight_version() != BROKEN_WEIGHTS
 
     asyncio.run(scenario())
 

@@ -135,7 +135,8 @@ class FakeVLLMServer(FakeServer):
 
     async def _info(self, request: web.Request) -> web.Response:
         model = {"logprobs_mode": self._logprobs_mode, "enable_sleep_mode": False}
-        return web.json_response({"vllm_config": {"model_config": model}})
+        adapters = None if "lora" in self._lacks else {"max_lora_rank": self._max_lora_rank}
+        return web.json_response({"vllm_config": {"model_config": model, "lora_config": adapters}})
 
     async def _world_size(self, request: web.Request) -> web.Response:
         return web.json_response({"world_size": 1})

@@ -33,6 +33,7 @@ from areal_gym.engines.vllm.vllm_replies import (
     tells_versions,
 )
 from areal_gym.errors import ConfigError, EngineError
+from areal_gym.utils.files import read_json
 
 PAUSE_S = 60.0
 """A pause returns when nothing runs any more."""
@@ -41,7 +42,7 @@ _BACKEND = "areal-gym"
 """The weight transfer backend of `server_side/areal_gym_weights.py`."""
 _NO_SCALE_OUT = 403
 _NO_ROUTE = 404
-_WORKERS_ENDED = 500
+_WORKER_FAILED = 500
 
 RECIPE = StartRecipe(
     name="vllm",
@@ -70,6 +71,10 @@ class VLLMClient(ServerClient):
     can_wake_twice = True
     _is_raw = False
     """Log-probabilities are those of temperature 1, whatever is sampled at."""
+    _max_lora_rank: int | None = None
+    """None if the server does not report it, or takes no adapters."""
+    _is_on_cpu = False
+    """Its workers have no memory to release, and fail when they are to release the cache alone."""
     _num_set_aside = 0
 
     @staticmethod
@@ -98,6 +103,8 @@ class VLLMClient(ServerClient):
         await self._require_generation(version)
         loader = await self._weight_loader(version)
         self._is_raw = not str(model.get("logprobs_mode", "raw_logprobs")).startswith("processed")
+        self._is_on_cpu = loader.get("device") == "cpu"
+        self._max_lora_rank = (info.get("lora_config") or {}).get("max_lora_rank")
         served = (await self.get("/v1/models"))["data"]
         base = next(row for row in served if not row.get("parent"))
         self.num_ranks = int((await self.get("/get_world_size"))["world_size"])
@@ -262,7 +269,8 @@ class VLLMClient(ServerClient):
         """Load a LoRA adapter, in place of an earlier one of that name."""
         body = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
         try:
-            await self.post("/v1/load_lora_adapter", body, timeout_s=ADAPTER_S)
+            self._require_rank(directory)
+            await self._post_to_workers("/v1/load_lora_adapter", body, timeout_s=ADAPTER_S)
         except RefusedError as refused:
             flags = "--enable-lora --max-lora-rank RANK --max-loras 2"
             raise RefusedError(
@@ -273,6 +281,16 @@ class VLLMClient(ServerClient):
                     f"and with {' '.join(f'{k}={v}' for k, v in RECIPE.environment.items())}",
                 ),
             ) from None
+
+    def _require_rank(self, adapter: Path) -> None:
+        """Refuse an adapter whose rank is too high, in the server's words, before it is sent."""
+        file, limit = adapter / "adapter_config.json", self._max_lora_rank
+        if limit is None or not file.is_file():
+            return
+        rank = read_json(file).get("r")
+        if isinstance(rank, int) and rank > limit:
+            message = f"LoRA rank {rank} is greater than max_lora_rank {limit}"
+            raise RefusedError(f"{self.url} refused {adapter}: {message}", status=400)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget a LoRA adapter; requests that name it are sent back.
@@ -315,8 +333,10 @@ class VLLMClient(ServerClient):
 
     async def _release_memory(self, tags: Sequence[str]) -> None:
         """Release the memory of `tags`; requests have been set aside."""
-        route = "/sleep?level=2&mode=keep" if WEIGHTS in tags else "/release_kv_cache_memory"
-        await self.post(route, {}, timeout_s=MEMORY_S)
+        if WEIGHTS in tags:
+            await self._post_to_workers("/sleep?level=2&mode=keep", {}, timeout_s=MEMORY_S)
+        elif not self._is_on_cpu:
+            await self._post_to_workers("/release_kv_cache_memory", {}, timeout_s=MEMORY_S)
 
     async def _take_memory(self, tags: Sequence[str]) -> None:
         """Take the memory of `tags` again."""
@@ -329,8 +349,31 @@ class VLLMClient(ServerClient):
     ) -> list[dict[str, Any]]:
         """Run a method of the worker extension in all workers; return what each answers."""
         body = {"method": method, "kwargs": arguments, "timeout": timeout_s}
-        answer = await self.post("/collective_rpc", body, timeout_s=timeout_s + QUICK_S)
+        answer = await self._post_to_workers("/collective_rpc", body, timeout_s=timeout_s + QUICK_S)
         results = answer.get("results")
         if not results or not all(isinstance(row, dict) for row in results):
             raise EngineError(f"{self.url}: {method} answered {str(results)[:200]}")
         return list(results)
+
+    async def _post_to_workers(
+        self, route: str, body: dict[str, Any], *, timeout_s: float
+    ) -> dict[str, Any]:
+        """Send a POST request that all workers carry out.
+
+        Where one of several workers fails, vLLM 0.32.0 does not read what the others answer, and
+        takes it for the answer to the next request, and so on: only a restart helps. The server
+        reports `BROKEN_WEIGHTS` until then.
+
+        Raises:
+            EngineError: one of several workers failed.
+            RefusedError: the server refuses, or its only worker failed.
+        """
+        try:
+            return await self.post(route, body, timeout_s=timeout_s)
+        except RefusedError as refused:
+            if refused.status != _WORKER_FAILED or self.num_ranks == 1:
+                raise
+            await self.set_version(BROKEN_WEIGHTS)
+            raise EngineError(
+                f"{refused.message}; a server of several workers must be restarted after it"
+            ) from None
