@@ -173,9 +173,19 @@ def load_hub(name: str, subset: str | None, split: str | None = None) -> Mapping
     except ImportError:
         raise ConfigError(f"{problem}: it takes the package datasets", hints=_NEEDS_DATA) from None
     try:
-        with _cache_without_hub(name):
+        with _cache_without_hub(name) as unreached:
             loaded = datasets.load_dataset(path=name, name=subset, split=split)
     except Exception as error:  # of requests, huggingface_hub, pyarrow, ...
+        if isinstance(error, ConnectionError) and unreached:
+            raise DataError(
+                f"{problem}: {unreached}, and the cache has no such data set",
+                hints=(
+                    "is there a network? is HF_HUB_OFFLINE unset?",
+                    f"where there is a network: hf download {name} --repo-type dataset "
+                    f"--local-dir {Path(name).name}",
+                    "then give a file of it: .jsonl, .csv, .parquet",
+                ),
+            ) from error
         # The data set was not generated: what says why stands behind that.
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         reason = str(cause or error).strip().splitlines()
@@ -187,8 +197,8 @@ def load_hub(name: str, subset: str | None, split: str | None = None) -> Mapping
 
 
 @contextlib.contextmanager
-def _cache_without_hub(name: str) -> Iterator[None]:
-    """Let `datasets` use its cache at once if the hub cannot be reached.
+def _cache_without_hub(name: str) -> Iterator[str]:
+    """Let `datasets` use its cache at once if the hub cannot be reached; yield why not, or "".
 
     Its own retries take half a minute.
     """
@@ -200,15 +210,19 @@ def _cache_without_hub(name: str) -> Iterator[None]:
         is_reached = True
     except Exception as error:  # network errors are those of whichever package the client uses
         is_reached = getattr(error, "response", None) is not None
-    switches: list[Any] = [] if is_reached else [datasets.config, constants]
+    unreached = ""
+    if not is_reached:
+        is_offline = bool(constants.HF_HUB_OFFLINE)
+        unreached = "HF_HUB_OFFLINE is set" if is_offline else "the hub cannot be reached"
+    switches: list[Any] = [datasets.config, constants] if unreached else []
     before = [module.HF_HUB_OFFLINE for module in switches]
     try:
         for module in switches:
             module.HF_HUB_OFFLINE = True
-        yield
+        yield unreached
     finally:
-        for module, is_offline in zip(switches, before, strict=True):
-            module.HF_HUB_OFFLINE = is_offline
+        for module, value in zip(switches, before, strict=True):
+            module.HF_HUB_OFFLINE = value
 
 
 def load_saved(folder: Path) -> Any:

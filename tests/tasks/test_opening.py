@@ -227,6 +227,23 @@ def test_hub_ids_offline_say_what_to_do(id):
     assert "is there a network?" in c.value.hints[0]
 
 
+@pytest.mark.parametrize(
+    ("is_offline", "reason"),
+    [(True, "HF_HUB_OFFLINE is set"), (False, "the hub cannot be reached")],
+)
+def test_hub_that_is_not_reached_is_told_from_one_that_is_not_asked(
+    monkeypatch, is_offline, reason
+):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    with pytest.raises(DataError, match=f"{reason}, and the cache has no such data set") as caught:
+        open_rows("nobody/nothing")
+    assert "Offline" not in str(caught.value)
+    assert any("hf download nobody/nothing" in hint for hint in caught.value.hints)
+
+
 # ---- scanning -----------------------------------------------------------------------------------
 
 
