@@ -22,7 +22,6 @@ VENV = "AREAL_GYM_VLLM_VENV"
 START_S = 400
 LIMITS = ["--max-model-len", str(SERVED_CONTEXT), "--max-num-seqs", "32"]
 LORA = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
-TWO_WORKERS = ["--tensor-parallel-size", "2"]
 FAKE = [sys.executable, "-m", "areal_gym.engines.vllm.fake_vllm"]
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -99,7 +100,8 @@ def test_a_rank_that_comes_but_does_not_connect_is_named():
 
     def come():
         address, port = url.removeprefix("tcp://").split(":")
-        silent = TCPStore(address, int(port), is_master=False, wait_for_workers=False)
+        limit = timedelta(seconds=30)  # the store may have ended before this one came
+        silent = TCPStore(address, int(port), None, False, limit, wait_for_workers=False)
         PrefixStore("areal-gym", silent).set("rank/2", '{"host": "far", "pid": 7}')
         came.wait()
 
@@ -107,7 +109,7 @@ def test_a_rank_that_comes_but_does_not_connect_is_named():
     thread.start()
     answers = joined([0, 1], 3, url=url, timeout_s=4)
     came.set()
-    thread.join()
+    thread.join(timeout=60)
     for answer in answers.values():
         assert "found each other, but did not connect within 4 s" in answer
         assert "rank 2 on far, process 7" in answer

@@ -6,7 +6,7 @@ import pytest
 
 from areal_gym.testing.engine_contract import tiny_policies
 from tests._support.server_processes import SERVED_CONTEXT
-from tests._support.vllm_processes import KINDS, LORA, TWO_WORKERS, running_server
+from tests._support.vllm_processes import KINDS, LORA, running_server
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -32,10 +32,7 @@ def decoders(policies):
 
 @pytest.fixture(scope="session")
 def server(kind, policies, tmp_path_factory):
-    """The URL of one server for all tests of a kind; each test publishes what it needs.
-
-    The real one has two workers, each of which takes its part of each tensor.
-    """
+    """The URL of one server for all tests of a kind; each test publishes what it needs."""
     log = tmp_path_factory.mktemp(kind) / "server.log"
-    with running_server(kind, policies[0], log, *LORA, *TWO_WORKERS) as url:
+    with running_server(kind, policies[0], log, *LORA) as url:
         yield url

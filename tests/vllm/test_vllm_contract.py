@@ -41,19 +41,15 @@ def test_real_vllm_with_pictures_keeps_the_contract(tmp_path):
         check_engine("picture-updates", served(VLLMEngine, url, "keep"), pair, abilities)
 
 
-def test_real_server_has_two_workers(kind, server, policies):
-    """Each takes its part of each tensor; the stand-in is one."""
-    expected = {"fake": 1, "real": 2}[kind]
-    assert asyncio.run(num_workers(policies[0], server)) == expected
-
-
 @NEEDS_REAL
 @pytest.mark.long
-def test_one_worker_keeps_the_contract(policies, tmp_path):
+def test_two_workers_keep_the_contract(policies, tmp_path):
+    """Each worker of a server with tensor parallelism takes its part of each tensor."""
     pair = EnginePolicies(first=policies[0], second=policies[1])
     abilities = replace(SERVED_VLLM["real"], weight_syncs=("disk", "distributed"))
-    with running_server("real", policies[0], tmp_path / "log") as url:
-        assert asyncio.run(num_workers(policies[0], url)) == 1
+    flags = ("--tensor-parallel-size", "2")
+    with running_server("real", policies[0], tmp_path / "log", *flags) as url:
+        assert asyncio.run(num_workers(policies[0], url)) == 2
         for rule in RULES_OF_WORKERS:
             check_engine(rule, served(VLLMEngine, url), pair, abilities)
 
