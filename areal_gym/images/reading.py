@@ -42,7 +42,7 @@ class ImageLimits:
     """Bounds the size of pictures: which are refused, and to what others are scaled."""
 
     max_source_pixels: int = 4 * 2**20
-    """Of one picture, as it was sent, 2048 x 2048; it is refused before it is decoded."""
+    """Pictures of more pixels, as they were sent, are refused before they are decoded."""
     max_pixels: int | None = None
     """Larger pictures are scaled down to so many."""
     min_pixels: int | None = None

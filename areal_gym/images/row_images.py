@@ -103,7 +103,7 @@ def with_images(messages: Sequence[Message], images: Sequence[ImagePart]) -> lis
         if any(map(has_empty_part, messages)):
             raise ValueError(
                 "the messages have places of pictures, and the row has no pictures: "
-                f"there is no column {' or '.join(IMAGE_COLUMNS)} with any"
+                f"no column {' or '.join(IMAGE_COLUMNS)} has one"
             )
         return list(messages)
     num_marks = sum(_num_marks(message) for message in messages)

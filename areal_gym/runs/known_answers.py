@@ -1,4 +1,4 @@
-"""The known answers of tasks as tokens, for the advantage `igpo`."""
+"""The known answers of tasks as tokens, for advantages that compare turns by them (`igpo`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from areal_gym.config import RunConfig
 from areal_gym.errors import ConfigError
+from areal_gym.plugins import registry
 from areal_gym.runs.task_texts import filled_in
 from areal_gym.trainer.base import ReferenceTrainer
 
@@ -23,19 +24,24 @@ if TYPE_CHECKING:
 def answer_annotator(
     config: RunConfig, trainer: GroupTrainer, renderer: Renderer
 ) -> Annotate | None:
-    """Return what writes the probability of the known answer into turns; None without igpo.
+    """Return what writes the probability of the known answer into turns.
+
+    None where the advantage estimator does not take `answer_probs_T`.
 
     Raises:
         ConfigError: the trainer cannot score at temperature 1.
     """
-    if config.trainer.advantage != "igpo":
+    from areal_gym.trainer.algorithms.advantages import needs_answer_probs
+
+    name = config.trainer.advantage
+    if not needs_answer_probs(registry().load("advantages", name)):
         return None
     from areal_gym.trainer.answer_probs import with_answer_probs
     from areal_gym.trainer.objectives.distillation import PolicyTeacher
 
     if not isinstance(trainer, ReferenceTrainer):
         raise ConfigError(
-            f"trainer.advantage=igpo: {type(trainer).__name__} cannot score at temperature 1",
+            f"trainer.advantage={name}: {type(trainer).__name__} cannot score at temperature 1",
             hints=["it needs the method score_at (docs/plugins.md)"],
         )
     answer_of = known_answers(config.trainer.advantage_kwargs.get("answer", "{answer}"), renderer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice, starmap
 from typing import NamedTuple
 
 from areal_gym.errors import ConfigError
@@ -56,12 +57,12 @@ async def with_answer_probs(
     for place, logprobs in zip(places, await scorer.score(rows), strict=True):
         probs[place] = math.exp(sum(logprobs) / len(logprobs))
 
-    def with_probs(i: int, trajectory: Trajectory) -> Trajectory:
+    def annotated(i: int, trajectory: Trajectory) -> Trajectory:
         turns = (replace(t, answer_prob=probs.get((i, k))) for k, t in enumerate(trajectory.turns))
         return replace(trajectory, turns=tuple(turns))
 
-    numbered = iter(enumerate(played))
-    return [replace(g, trajectories=tuple(with_probs(*next(numbered)) for _ in g)) for g in groups]
+    trajectories = starmap(annotated, enumerate(played))
+    return [replace(g, trajectories=tuple(islice(trajectories, len(g)))) for g in groups]
 
 
 def _prompts_of(trajectory: Trajectory) -> Iterator[tuple[int, list[int]]]:

@@ -85,8 +85,8 @@ def test_a_checkpoint_plays_a_role_and_is_not_trained(nim_policy, tmp_path):
     assert report.by_role["first"].is_fixed
     assert not report.by_role["second"].is_fixed
     assert report.num_failed == 0
-    said = {m["content"] for t in report.trajectories for m in t.messages}
-    assert said & {"1 stone", "2 stones"}  # what both were taught
+    contents = {m["content"] for t in report.trajectories for m in t.messages}
+    assert contents & {"1 stone", "2 stones"}  # what both were taught
 
 
 def test_a_run_whose_opponent_is_down_makes_no_step(nim_policy, tmp_path, monkeypatch):

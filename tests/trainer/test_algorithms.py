@@ -70,7 +70,7 @@ def mean_logprob(trained: Trainer, groups: list[Group], reward: float) -> float:
 
 
 def with_answer_probs(groups: list[Group]) -> list[Group]:
-    """What igpo learns from beside rewards: the answer is as probable after each turn as before."""
+    """Give each turn the same probability of the known answer, which igpo needs."""
 
     def changed(trajectory):
         turns = (dataclasses.replace(turn, answer_prob=0.5) for turn in trajectory.turns)

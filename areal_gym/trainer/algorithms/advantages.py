@@ -31,6 +31,7 @@ __all__ = [
     "gives_token_advantages",
     "grpo",
     "lite_ppo",
+    "needs_answer_probs",
     "needs_critic",
     "needs_past_mean",
     "needs_roles",
@@ -176,6 +177,11 @@ def needs_past_mean(estimator: AdvantageEstimator) -> bool:
 def needs_roles(estimator: AdvantageEstimator) -> bool:
     """Return whether the estimator compares with the earlier rewards of each role."""
     return "role_means_G" in _keywords(estimator)
+
+
+def needs_answer_probs(estimator: AdvantageEstimator) -> bool:
+    """Return whether the estimator compares turns by the probability of the known answer."""
+    return "answer_probs_T" in _keywords(estimator)
 
 
 def needs_critic(estimator: AdvantageEstimator) -> bool:
