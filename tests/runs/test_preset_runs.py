@@ -33,7 +33,14 @@ def weights(run_dir, step):
     return load_checkpoint(run_dir / "checkpoints" / f"step-{step:06d}").state_dict()
 
 
-@pytest.mark.parametrize("name", ["dapo", "m2po", "ppo", "reinforce_pp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dapo",
+        "ppo",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("m2po", "reinforce_pp")),
+    ],
+)
 def test_asynchronous_preset_run_is_replayed_exactly(name, shaped_env, tiny_policy, tmp_path):
     """Through the worker process, and its record through a learner in this one: bit for bit."""
     overrides = [f"trainer.algorithm={name}", "rollout.max_staleness=2", "steps=3"]

@@ -24,9 +24,14 @@ def weights_of(trainer):
         pytest.param(
             {"algorithm": "ppo", "kl": {"coefficient": 0.1}},
             id="critic and reference",
+            marks=pytest.mark.long,
         ),
         pytest.param({"algorithm": "ppo", "parallel": {"expert": 2}}, id="divided experts"),
-        pytest.param({"algorithm": "ppo", "routing_replay": True}, id="replayed experts"),
+        pytest.param(
+            {"algorithm": "ppo", "routing_replay": True},
+            id="replayed experts",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             {"algorithm": "ppo", "lora": {"rank": 4}}, id="adapter", marks=pytest.mark.long
         ),

@@ -42,15 +42,22 @@ def test_real_vllm_with_pictures_keeps_the_contract(tmp_path):
 
 
 @NEEDS_REAL
-@pytest.mark.long
-def test_two_workers_keep_the_contract(policies, tmp_path):
+@pytest.mark.parametrize(
+    ("rules", "weight_syncs"),
+    [
+        (("logprobs", "publication"), ("distributed",)),
+        pytest.param(RULES_OF_WORKERS, ("disk", "distributed"), marks=pytest.mark.long),
+    ],
+    ids=["short", "all"],
+)
+def test_two_workers_keep_the_contract(rules, weight_syncs, policies, tmp_path):
     """Each worker of a server with tensor parallelism takes its part of each tensor."""
     pair = EnginePolicies(first=policies[0], second=policies[1])
-    abilities = replace(SERVED_VLLM["real"], weight_syncs=("disk", "distributed"))
+    abilities = replace(SERVED_VLLM["real"], weight_syncs=weight_syncs)
     flags = ("--tensor-parallel-size", "2")
     with running_server("real", policies[0], tmp_path / "log", *flags) as url:
         assert asyncio.run(num_workers(policies[0], url)) == 2
-        for rule in RULES_OF_WORKERS:
+        for rule in rules:
             check_engine(rule, served(VLLMEngine, url), pair, abilities)
 
 
