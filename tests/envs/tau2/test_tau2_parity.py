@@ -39,6 +39,7 @@ def test_tenth_of_telecom_agrees_with_tau2_bench(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_all_of_telecom_agrees_with_tau2_bench():
     assert differences(replay(FIXTURES, domains=("telecom",), data_dir=DATA)) == []
 
