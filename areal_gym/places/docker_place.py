@@ -17,7 +17,7 @@ from areal_gym.places.engine_calls import engine_errors, remove_container
 from areal_gym.places.engine_commands import EngineCommands
 from areal_gym.places.keeper_commands import KILLED, Commands
 from areal_gym.places.keeper_socket import FOLDER, KeeperSocket
-from areal_gym.places.listening import listen_inside
+from areal_gym.places.listening import listen_beside, listen_inside
 
 T = TypeVar("T")
 
@@ -134,12 +134,25 @@ class DockerPlace:
         await self._call(self._put, tar, posixpath.normpath("/" + path))
 
     async def listen(self, port: int) -> socket.socket:
-        """Return a socket that listens on 127.0.0.1:`port` inside; it ends with `freeze`."""
+        """Return a socket that listens on 127.0.0.1:`port` inside; it ends with `freeze`.
+
+        The keeper makes it. Without one, a thread of this process enters the place's network; where
+        that is refused, a container of this interpreter does that has the same network.
+        """
+        commands = await self._running()
+        if isinstance(commands, Commands):
+            return await commands.listen(port)
         await self._call(self._container.reload)
         pid = int(self._container.attrs["State"]["Pid"])
         if not pid:
             raise SandboxError("the place is not running: nothing can listen inside")
-        return await self._call(listen_inside, pid, port)
+        try:
+            return await self._call(listen_inside, pid, port)
+        except SandboxError as refused:
+            try:
+                return await listen_beside(self._container, self._keeper.owner, self._call, port)
+            except SandboxError as error:
+                raise SandboxError(f"{refused.message}; {error.message}") from error
 
     async def freeze(self) -> None:
         """End all processes; the files stay."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox.image import add_file, add_system_files
 
-_FORMAT = "1"  # raised when the same interpreter needs another root
+_FORMAT = "3"  # raised when the same interpreter needs another root
 _PROGRAMS = (
     *("sh", "bash", "cat", "cp", "mv", "rm", "mkdir", "rmdir", "ln", "chmod", "chown", "touch"),
     *("head", "tail", "wc", "sort", "uniq", "cut", "tr", "tee", "echo", "printf", "env", "sleep"),
@@ -54,13 +54,14 @@ _FILES = {
     "etc/passwd": "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/sh\n",
     "etc/hosts": "127.0.0.1 localhost place\n",
 }
-_REQUIREMENT = re.compile(r"^[A-Za-z0-9._-]+")
+_REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?")
+_OF_EXTRA = re.compile(r"""\bextra\s*==\s*['"]([^'"]+)['"]""")
 
 
 def host_root_key(packages: Sequence[str]) -> str:
     """Return a hash of what a root would be made of: interpreter, tools and packages."""
     digest = hashlib.sha256(f"{_FORMAT} {sys.version} {sys.base_prefix}".encode())
-    for path in (*_programs().values(), *_distributions(packages)):
+    for path in (*_programs().values(), *find_distributions(packages)):
         about = os.stat(path)
         digest.update(f"{path} {about.st_size} {about.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:20]
@@ -75,8 +76,8 @@ def write_host_root(tar: tarfile.TarFile, packages: Sequence[str]) -> None:
     programs = _programs()
     targets = {path: path for path in (python, *_files(library))}
     targets |= {path: f"/usr/bin/{name}" for name, path in programs.items()}
-    for metadata in _distributions(packages):
-        for path, inside in _distribution_files(metadata):
+    for metadata in find_distributions(packages):
+        for path, inside in distribution_files(metadata):
             targets[path] = f"{site_packages}/{inside}"
     for path, target in targets.items():
         add_file(tar, path, target, written)
@@ -114,33 +115,51 @@ def _files(root: str) -> Iterator[str]:
         yield from (os.path.join(directory, name) for name in files if not name.endswith(".a"))
 
 
-def _distributions(packages: Sequence[str]) -> list[str]:
-    """Return the metadata folders of installed packages and of what they require, sorted."""
+def find_distributions(packages: Sequence[str], paths: Sequence[str] | None = None) -> list[str]:
+    """Return the metadata folders of installed packages and of what they require, sorted.
+
+    Args:
+        packages: names of distributions, also with extras: `uvicorn[standard]`.
+        paths: the folders in which they are looked for; None: those of this interpreter.
+
+    Raises:
+        SandboxError: a package is not installed.
+    """
     folders: dict[str, str] = {}
-    waiting = [(name, True) for name in packages]
+    where = sys.path if paths is None else list(paths)
+    waiting = [(text, True) for text in packages]
     while waiting:
-        name, is_asked = waiting.pop()
-        try:
-            distribution = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
+        text, is_asked = waiting.pop()
+        match = _REQUIREMENT.match(text)
+        name = match[1] if match else text
+        distribution = next(
+            iter(importlib.metadata.Distribution.discover(name=name, path=where)), None
+        )
+        if distribution is None:
             if is_asked:
                 raise SandboxError(
                     f"the package {name!r} is not installed here, so no root can have it",
                     hints=(f"pip install {name}",),
-                ) from None
-            continue  # of an extra, or of another system
-        folder = str(getattr(distribution, "_path", ""))
-        if folder in folders.values():
-            continue
-        folders[name.lower()] = folder
-        for requirement in distribution.requires or ():
-            match = _REQUIREMENT.match(requirement)
-            if match and "extra ==" not in requirement:
-                waiting.append((match.group(), False))
-    return sorted(folders.values())
+                )
+            continue  # of another system, or of another Python
+        extras = {"", *re.split(r"\s*,\s*", match[2] or "")} if match else {""}
+        for extra in extras:
+            key = f"{name.lower()}[{extra}]"
+            if key not in folders:
+                folders[key] = str(getattr(distribution, "_path", ""))
+                waiting += [(each, False) for each in _requirements(distribution, extra)]
+    return sorted(set(folders.values()))
 
 
-def _distribution_files(metadata: str) -> Iterator[tuple[str, str]]:
+def _requirements(distribution: importlib.metadata.Distribution, extra: str) -> Iterator[str]:
+    """Yield what a distribution requires always (extra ""), or for one of its extras."""
+    for requirement in distribution.requires or ():
+        match = _OF_EXTRA.search(requirement)
+        if (match[1] if match else "") == extra:
+            yield requirement
+
+
+def distribution_files(metadata: str) -> Iterator[tuple[str, str]]:
     """Yield the files of a distribution, with their paths inside site-packages."""
     distribution = importlib.metadata.Distribution.at(metadata)
     for file in distribution.files or ():

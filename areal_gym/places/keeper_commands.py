@@ -21,6 +21,7 @@ KILLED = 137
 _CHUNK_BYTES = 1 << 16
 _KILL_S = 5.0
 _GRACE_S = 0.05
+_LISTEN_S = 30.0
 _NOT_RUNNABLE = 126
 
 
@@ -100,6 +101,30 @@ class Commands:
             exit_code=code, stdout=stdout, stderr=stderr, is_timed_out=is_timed_out
         )
 
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket that listens on 127.0.0.1:`port` in the keeper's network.
+
+        SandboxError if there is none, or if what the keeper sends is not such a socket.
+        """
+        number = next(self._numbers)
+        end = self._ends[number] = self._loop.create_future()
+        try:
+            self._send({"order": "listen", "number": number, "port": port})
+            async with asyncio.timeout(_LISTEN_S):
+                event = await end
+        except TimeoutError:
+            raise SandboxError(f"the place's keeper does not listen on port {port}") from None
+        finally:
+            del self._ends[number]
+        if "socket" not in event:
+            raise SandboxError(f"nothing listens on port {port} inside: {event.get('error')}")
+        listener: socket.socket = event["socket"]
+        if not _is_listener(listener, port):
+            listener.close()
+            raise SandboxError(f"the place's keeper has sent another thing than port {port}")
+        listener.setblocking(False)
+        return listener
+
     def _order(self, number: int, details: Mapping[str, object], outputs: Sequence[Output]) -> None:
         file = os.memfd_create("order", os.MFD_CLOEXEC)
         writes = [output.write for output in outputs]
@@ -120,13 +145,22 @@ class Commands:
 
     def _on_event(self) -> None:
         try:
-            data = self._control.recv(4096)
-            event = json.loads(data) if data else None
-            end = self._ends.get(event["number"]) if event else None
+            data, fds, _, _ = socket.recv_fds(self._control, 4096, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
+        except OSError:
+            data, fds = b"", []
+        try:
+            event = json.loads(data) if data else None
+            end = self._ends.get(event["number"]) if event else None
+            is_expected = end is not None and not end.done()
+            if is_expected and fds and event["event"] == "listening":
+                event["socket"] = socket.socket(fileno=fds[0])
+                fds.clear()
         except (OSError, ValueError, TypeError, KeyError):
             event = end = None
+        for fd in fds:
+            os.close(fd)
         if event is None:
             self.close("the place has ended")
         elif end is not None and not end.done():
@@ -142,3 +176,16 @@ class Commands:
         for end in self._ends.values():
             if not end.done():
                 end.set_exception(SandboxError(reason))
+
+
+def _is_listener(listener: socket.socket, port: int) -> bool:
+    """Return whether a socket from a place is what was asked for; its own code may have sent it."""
+    try:
+        listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return bool(
+            listens
+            and (listener.family, listener.type) == (socket.AF_INET, socket.SOCK_STREAM)
+            and listener.getsockname() == ("127.0.0.1", port)
+        )
+    except OSError:
+        return False

@@ -43,6 +43,7 @@ class KeeperSocket:
     """The folder of one container; `owner` is the label of its owner."""
 
     def __init__(self, owner: str) -> None:
+        self.owner = owner
         self._parent = Path(tempfile.mkdtemp(prefix=_PREFIX))
         (self._parent / "owner").write_text(owner)
         self.folder = self._parent / "socket"

@@ -11,7 +11,7 @@ from areal_gym.envs.harbor.harbor_env import HarborEnv
 from areal_gym.errors import SandboxError
 from areal_gym.plugins import registry
 
-BASE = "areal-gym-places-tests"
+BASE = "areal-gym-harbor-tests"
 """An image of the running interpreter, which needs no registry."""
 
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import io
+import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -14,6 +17,8 @@ from areal_gym.errors import SandboxError
 from areal_gym.places import PlaceImage, PlaceLimits, images
 from areal_gym.places.docker_places import LABEL, DockerPlaces
 from areal_gym.places.images import ImageUses
+from areal_gym.places.keeper_commands import Commands
+from areal_gym.places.owners import is_gone
 from areal_gym.sandbox.containers import connect
 from areal_gym.sandbox.image import import_host
 
@@ -154,6 +159,17 @@ def test_changes_of_files_are_told_apart_from_those_of_the_image(client, tmp_pat
     assert removed & {"/app/again", "/app/again/one"}
 
 
+def write_bare(folder):
+    """Write the folder of an image in which no keeper finds its python3."""
+    bare = folder / "bare"
+    bare.mkdir()
+    (bare / "Dockerfile").write_text(
+        f'FROM {BASE}\nRUN python3 -c \'import shutil, os; os.rename(shutil.which("python3"), '
+        '"/python-kept")\'\nUSER 1000:1000\n'
+    )
+    return bare
+
+
 def test_the_gateway_is_reached_inside_and_nothing_else(client):
     program = (
         "import socket\n"
@@ -175,10 +191,98 @@ def test_the_gateway_is_reached_inside_and_nothing_else(client):
         finally:
             server.close()
 
-    if os.geteuid() != 0:
-        pytest.skip("entering a network namespace needs root")
     result = play(episode)
     assert result.stdout.splitlines() == [b"gateway", b"Network is unreachable"]
+
+
+LISTENER = """
+import asyncio, json, sys
+from pathlib import Path
+from areal_gym.places import PlaceImage, PlaceLimits
+from areal_gym.places.docker_places import DockerPlaces
+from areal_gym.places.listening import listen_inside
+
+CLIENT = '''
+import socket
+for port in (8900, 8901):
+    try:
+        print(socket.create_connection(("127.0.0.1", port), 5).recv(9).decode())
+    except OSError as error:
+        print(error.strerror)
+'''
+
+async def answered(places, image, python):
+    place = await places.start(image, PlaceLimits(memory_mb=128, num_processes=32))
+    for _ in range(2):  # the second one after all processes have ended, as with each step
+        listener = await place.listen(8900)
+        def answer(reader, writer):
+            writer.write(b"gateway")
+            writer.close()
+        server = await asyncio.start_server(answer, sock=listener)
+        result = await place.run([python, "-c", CLIENT], timeout_s=20)
+        server.close()
+        await place.freeze()
+    return place.has_keeper, result.stdout.decode().splitlines()
+
+async def main():
+    places = DockerPlaces(build_network="none")
+    try:
+        with_python = await answered(places, PlaceImage(reference=sys.argv[1]), "python3")
+        without = await answered(places, PlaceImage(folder=Path(sys.argv[2])), "/python-kept")
+        try:
+            listen_inside(1, 8900)
+        except Exception as error:
+            print(json.dumps([with_python, without, str(error)]))
+    finally:
+        await places.aclose()
+
+asyncio.run(main())
+"""
+
+
+def test_a_run_without_rights_over_networks_listens_inside_all_the_same(client, tmp_path):
+    setpriv = shutil.which("setpriv")
+    if os.geteuid() != 0 or setpriv is None:
+        pytest.skip("root and setpriv take the right away")
+
+    rights = ["--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
+    result = subprocess.run(
+        [setpriv, *rights, sys.executable, "-c", LISTENER, BASE, str(write_bare(tmp_path))],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    with_python, without, refused = json.loads(result.stdout)
+    reached = ["gateway", "Connection refused"]
+    assert with_python == [True, reached]  # the keeper handed a socket over
+    assert without == [False, reached]  # a container beside the place did
+    assert "no socket on port 8900" in refused
+    left = client.containers.list(all=True, sparse=True, filters={"label": LABEL})
+    owners = [row.attrs["Labels"][LABEL] for row in left]
+    assert not [owner for owner in owners if is_gone(owner)]
+
+
+def test_what_a_broken_keeper_sends_instead_of_a_listener_is_refused():
+    async def ask(sent):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        commands = Commands(ours)
+        asking = asyncio.ensure_future(commands.listen(8900))
+        await asyncio.sleep(0)
+        with theirs, sent:
+            number = json.loads(theirs.recv(4096))["number"]
+            event = json.dumps({"event": "listening", "number": number}).encode()
+            socket.send_fds(theirs, [event], [sent.fileno()])
+            try:
+                (await asking).close()
+            finally:
+                commands.close("over")
+
+    for sent in (socket.socket(), socket.create_server(("127.0.0.1", 0)), open("/dev/null")):
+        with pytest.raises(SandboxError, match="another thing than port 8900|the place has ended"):
+            asyncio.run(ask(sent))
 
 
 def test_folders_are_built_once_and_errors_name_the_line(client, tmp_path):
@@ -242,12 +346,7 @@ def test_places_of_a_killed_owner_are_removed_by_the_next_and_others_stay(client
 def test_a_keeper_executes_commands_where_the_image_has_python_and_the_engine_elsewhere(
     client, tmp_path
 ):
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "Dockerfile").write_text(
-        f'FROM {BASE}\nRUN python3 -c \'import shutil, os; os.rename(shutil.which("python3"), '
-        '"/python-kept")\'\nUSER 1000:1000\n'
-    )
+    bare = write_bare(tmp_path)
 
     async def both():
         places = DockerPlaces(build_network="none")

@@ -43,6 +43,8 @@ class McpConnection:
         self._problem = ""
         """The reason why the server can no longer be used."""
         self._log: IO[bytes] | None = None
+        self._end = ""
+        """How a server inside a place has ended."""
 
     @property
     def is_lost(self) -> bool:
@@ -164,7 +166,12 @@ class McpConnection:
         env = settings.command_variables()
         if place is not None:
             return place_streams(
-                place, argv, env=env, cwd=settings.cwd, open_timeout_s=settings.open_timeout_s
+                place,
+                argv,
+                env=env,
+                cwd=settings.cwd,
+                open_timeout_s=settings.open_timeout_s,
+                on_end=self._note_end,
             )
         return self._local_program(stack, argv, env)
 
@@ -220,6 +227,9 @@ class McpConnection:
     def _note_change(self) -> None:
         self._problem = "it has changed its tools; their schemas are fixed at the start"
 
+    def _note_end(self, reason: str) -> None:
+        self._end = reason
+
     # ---- failures -------------------------------------------------------------------------------
 
     def _result_of(self, calling: asyncio.Task[types.CallToolResult]) -> types.CallToolResult:
@@ -253,7 +263,7 @@ class McpConnection:
 
     def _log_tail(self) -> str:
         if self._log is None:
-            return ""
+            return f"; {self._end}" if self._end else ""
         end = self._log.seek(0, 2)
         self._log.seek(max(0, end - 4 * _MAX_LOG_CHARS))
         text = self._log.read().decode("utf-8", "replace").strip()[-_MAX_LOG_CHARS:]

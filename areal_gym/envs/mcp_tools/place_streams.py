@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _FIRST_PORT = 8950
 _NUM_PORTS = 40
 _LINE_BYTES = 16 << 20
+_END_S = 1.0
 # `exec` keeps the socket as descriptors 0 and 1. An image has Python or bash, or no such server.
 _PYTHON = (
     "import os, socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); "
@@ -45,9 +46,12 @@ async def place_streams(
     env: Mapping[str, str],
     cwd: str | None,
     open_timeout_s: float,
+    on_end: Callable[[str], None],
     lifetime_s: float = 24 * 3600.0,
 ) -> AsyncIterator[TransportStreams]:
     """Start a server inside a place; yield the streams of its messages.
+
+    `on_end` gets the exit code and the errors of a server that has ended by itself.
 
     Raises:
         EnvError: the server does not start.
@@ -79,8 +83,17 @@ async def place_streams(
             yield streams
     finally:
         server.close()
+        if connected.done() and _is_over(connected.result()[0]):
+            await asyncio.wait({running}, timeout=_END_S)
+            if running.done() and not running.cancelled() and running.exception() is None:
+                on_end(_reason(running))
         running.cancel()
         await asyncio.wait({running})
+
+
+def _is_over(reader: asyncio.StreamReader) -> bool:
+    """Return whether the other side has closed the connection, or has reset it."""
+    return reader.at_eof() or reader.exception() is not None
 
 
 def _reason(running: asyncio.Task[CommandResult]) -> str:

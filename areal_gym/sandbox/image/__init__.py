@@ -23,6 +23,11 @@ from areal_gym.errors import SandboxError
 
 _PACKAGES = ("numpy", "sympy", "mpmath")
 _PROGRAMS = ("/bin/sh", "/usr/bin/env", "/bin/cat", "/bin/ls", "/bin/sleep")
+# The libraries that a wheel may expect of a system (PEP 600), as far as they are not of X11 or GLib.
+_EXPECTED = (
+    *("libgcc_s.so.1", "libstdc++.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libutil.so.1"),
+    *("libpthread.so.0", "libresolv.so.2", "libz.so.1", "libexpat.so.1"),
+)
 _LEFT_OUT = {
     *("__pycache__", "test", "tests", "idlelib", "ensurepip", "tkinter", "turtledemo", "lib2to3"),
     *("site-packages", "include", "share"),
@@ -130,8 +135,9 @@ def _files(root: str) -> Iterator[str]:
 def _libraries(binaries: list[str]) -> set[str]:
     """Return the libraries that the dynamic linker loads for them."""
     listing = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False)
-    paths = re.findall(r"(?:=> |^\t)(/\S+)", listing.stdout, re.MULTILINE)
-    return {os.path.normpath(path) for path in paths if os.path.exists(path)}
+    paths = {os.path.normpath(p) for p in re.findall(r"(?:=> |^\t)(/\S+)", listing.stdout, re.M)}
+    paths |= {f"{os.path.dirname(path)}/{name}" for path in paths for name in _EXPECTED}
+    return {path for path in paths if os.path.exists(path)}
 
 
 def add_file(tar: tarfile.TarFile, source: str, target: str, written: set[str]) -> None:

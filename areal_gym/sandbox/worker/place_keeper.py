@@ -5,6 +5,8 @@ and the command's two outputs. The keeper holds nothing that its commands may no
 
     {"order": "run", "number": 1} + [file, stdout, stderr]    {"order": "kill", "number": 1}
     -> {"event": "exit", "number": 1, "status": 0}            {"event": "failed", ...}
+    {"order": "listen", "number": 2, "port": 8900}
+    -> {"event": "listening", "number": 2} + [a socket in the place's network]
 
 Written for Python 3.9: in a container, the image's own python3 runs it.
 """
@@ -27,6 +29,7 @@ from typing import Any, NoReturn
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 _TABLE_CHARS = 1 << 20
+_BACKLOG = 128
 _ONE_USER = (
     "the user {!r} was asked for, and this place has {} in all, root among them: start as root, or "
     "as a user with ranges in /etc/subuid and /etc/subgid and the program newuidmap"
@@ -101,6 +104,9 @@ class _Keeper:
                 if other == number:
                     _kill(pid)
             return
+        if order["order"] == "listen":
+            self._listen(number, order["port"])
+            return
         try:
             pid = self._start(_read_order(fds[0]), fds[1], fds[2])
         except (BlockingIOError, MemoryError) as error:
@@ -113,6 +119,22 @@ class _Keeper:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _listen(self, number: int, port: int) -> None:
+        """Send a socket that listens on 127.0.0.1:`port`: the parent need not enter the network."""
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(("127.0.0.1", port))
+                listener.listen(_BACKLOG)
+            except OSError as error:
+                self.report(event="failed", number=number, error=str(error))
+                return
+            message = json.dumps({"event": "listening", "number": number}).encode()
+            try:
+                socket.send_fds(self._control, [message], [listener.fileno()])
+            except OSError:
+                os._exit(0)
 
     def _start(self, order: dict[str, Any], stdout: int, stderr: int) -> int:
         """Start a command; return its pid. A program that is not there is one that exits."""

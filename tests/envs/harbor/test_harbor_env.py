@@ -4,7 +4,12 @@ Skipped where neither a Docker engine nor local places can start.
 """
 
 import asyncio
+import json
+import os
+import shutil
+import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +20,8 @@ from areal_gym.envs.harbor.harbor_env import HarborEnv
 from areal_gym.errors import EnvError, SandboxError, TaskError
 from areal_gym.rollout.episode import play_episode
 from areal_gym.types import StopReason
+from tests import _support
+from tests._support.copied_packages import copy_packages
 from tests._support.harbor_play import GOLD, backend, bash, call, play, play_async
 from tests._support.harbor_tasks import write_files, write_task
 from tests._support.paths import SHARED
@@ -350,6 +357,99 @@ def test_mcp_servers_of_a_task_run_in_the_agents_place(where, tmp_path):
     assert played.texts[0] == "written"
     assert played.reward == 1.0
     assert play(task, "done", **where).reward == 0.0
+
+
+def test_server_that_ends_at_once_is_named_with_what_it_wrote(where, tmp_path):
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    toml = SHARED_TOML + (
+        '[[environment.mcp_servers]]\nname = "gone"\ntransport = "stdio"\n'
+        'command = "sh"\nargs = ["-c", "echo no database >&2; exit 3"]\n'
+    )
+    task = write_task(tmp_path / "gone", {"task.toml": toml})
+    with pytest.raises(EnvError, match=r"'gone'.*exit code 3: no database"):
+        play(task, "done", **where)
+
+
+SERVED_TOML = SHARED_TOML + (
+    '[[environment.mcp_servers]]\nname = "served"\ntransport = "stdio"\n'
+    'command = "python3"\nargs = {args}\n'
+)
+SERVED_DOCKERFILE = (
+    "ARG BASE_IMAGE=python:3.12-slim\nFROM ${BASE_IMAGE}\nWORKDIR /app\n"
+    "COPY packages /opt/packages\nENV PYTHONPATH=/opt/packages PYTHONDONTWRITEBYTECODE=1\n"
+)
+
+
+def served_task(folder, package, args, *, paths, files=()):
+    """Write a task whose MCP server is a package that is copied into the image."""
+    task = write_task(
+        folder,
+        {
+            "task.toml": SERVED_TOML.format(args=json.dumps(args)),
+            "environment/Dockerfile": SERVED_DOCKERFILE,
+        },
+    )
+    try:
+        copy_packages(package, task / "environment/packages", paths=paths)
+    except SandboxError:
+        pytest.skip(f"{package} is not installed for this Python (AREAL_GYM_MCP_SERVERS)")
+    for file in files:
+        shutil.copy(file, task / "environment/packages")
+    return task
+
+
+def test_server_of_the_official_sdk_runs_in_the_place_of_a_task(everywhere, tmp_path):
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    server = Path(_support.__file__).parent / "mcp_tools_server.py"
+    task = served_task(
+        tmp_path / "sdk", "mcp", ["-m", "mcp_tools_server"], paths=sys.path, files=[server]
+    )
+    actions = call("add", a=40, b=2), call("fail", text="no"), bash("echo 42 > answer.txt"), "done"
+    played = play(task, *actions, **everywhere)
+    assert played.texts[0] == "42"
+    assert played.texts[1].startswith("error: Error executing tool fail")
+    assert played.reward == 1.0
+
+
+PUBLISHED = {
+    "mcp-server-time": (
+        ["-c", "import mcp_server_time as s; s.main()", "--local-timezone", "UTC"],
+        call(
+            "convert_time",
+            source_timezone="Europe/Berlin",
+            time="12:00",
+            target_timezone="Asia/Tokyo",
+        ),
+        "Asia/Tokyo",
+    ),
+    "mcp-server-sqlite": (
+        ["-c", "import mcp_server_sqlite as s; s.main()", "--db-path", "/app/shop.db"],
+        call("create_table", query="CREATE TABLE prices (price INTEGER)"),
+        "created successfully",
+    ),
+}
+
+
+@pytest.mark.parametrize("package", PUBLISHED)
+def test_server_of_the_package_index_runs_in_the_place_of_a_task(package, everywhere, tmp_path):
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    args, action, expected = PUBLISHED[package]
+    library = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    folders = os.environ.get("AREAL_GYM_MCP_SERVERS", "").split(os.pathsep)
+    paths = [Path(folder).parent / library for folder in folders if folder]
+    having = [str(path) for path in paths if (path / args[1].split()[1]).is_dir()]
+    task = served_task(tmp_path / "published", package, args, paths=having[:1] or sys.path)
+    looking = (
+        "import glob; words = [open(f).read().split(chr(0)) for f in glob.glob('/proc/*/cmdline')]; "
+        f"print(['python3', '-c', '{args[1]}'] in [each[:3] for each in words], glob.glob('*.db'))"
+    )
+    actions = action, bash(f'python3 -c "{looking}"'), bash("echo 42 > answer.txt"), "done"
+    played = play(task, *actions, **everywhere)
+    assert expected in played.texts[0]
+    # The agent's commands see the server's process, and its file.
+    files = ["shop.db"] if "sqlite" in package else []
+    assert played.texts[1].startswith(f"True {files}")
+    assert played.reward == 1.0
 
 
 def test_failures_name_task_and_phase_and_are_never_rewards(where, tmp_path):
