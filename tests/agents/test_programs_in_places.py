@@ -256,6 +256,8 @@ SCRIPTS = {
         bash_call("bash", {"command": "echo 42 > answer.txt", "description": "write"}),
         "Done.",
     ],
+    "openclaw": [bash_call("exec", {"command": "echo 42 > answer.txt"}), "Done."],
+    "hermes": [bash_call("terminal", {"command": "echo 42 > answer.txt"}), "Done."],
 }
 
 

@@ -23,7 +23,7 @@ from areal_gym.errors import SandboxError
 
 _PACKAGES = ("numpy", "sympy", "mpmath")
 _PROGRAMS = ("/bin/sh", "/usr/bin/env", "/bin/cat", "/bin/ls", "/bin/sleep")
-# The libraries that a wheel may expect of a system (PEP 600), as far as they are not of X11 or GLib.
+# The libraries that a wheel may expect of a system (PEP 600), but those of X11 and GLib.
 _EXPECTED = (
     *("libgcc_s.so.1", "libstdc++.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libutil.so.1"),
     *("libpthread.so.0", "libresolv.so.2", "libz.so.1", "libexpat.so.1"),

@@ -440,7 +440,8 @@ def test_server_of_the_package_index_runs_in_the_place_of_a_task(package, everyw
     having = [str(path) for path in paths if (path / args[1].split()[1]).is_dir()]
     task = served_task(tmp_path / "published", package, args, paths=having[:1] or sys.path)
     looking = (
-        "import glob; words = [open(f).read().split(chr(0)) for f in glob.glob('/proc/*/cmdline')]; "
+        "import glob; files = glob.glob('/proc/*/cmdline'); "
+        "words = [open(file).read().split(chr(0)) for file in files]; "
         f"print(['python3', '-c', '{args[1]}'] in [each[:3] for each in words], glob.glob('*.db'))"
     )
     actions = action, bash(f'python3 -c "{looking}"'), bash("echo 42 > answer.txt"), "done"
