@@ -285,9 +285,11 @@ def test_what_a_broken_keeper_sends_instead_of_a_listener_is_refused():
     for sent in (socket.socket(), socket.create_server(("127.0.0.1", 0))):
         with pytest.raises(SandboxError, match=asked):
             asyncio.run(ask(sent))
-    with tempfile.TemporaryFile() as file:
-        with pytest.raises(SandboxError, match="the place has ended"):
-            asyncio.run(ask(file))
+    with (
+        tempfile.TemporaryFile() as file,
+        pytest.raises(SandboxError, match="the place has ended"),
+    ):
+        asyncio.run(ask(file))
 
 
 def test_folders_are_built_once_and_errors_name_the_line(client, tmp_path):
