@@ -153,8 +153,7 @@ class Commands:
         try:
             event = json.loads(data) if data else None
             end = self._ends.get(event["number"]) if event else None
-            is_expected = end is not None and not end.done()
-            if is_expected and fds and event["event"] == "listening":
+            if event and end and not end.done() and fds and event["event"] == "listening":
                 event["socket"] = socket.socket(fileno=fds[0])
                 fds.clear()
         except (OSError, ValueError, TypeError, KeyError):

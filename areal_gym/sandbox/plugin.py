@@ -32,3 +32,8 @@ def register_places() -> Iterable[PlaceSpec]:
     yield PlaceSpec(
         id="docker", entry_point=path, summary=text, requires=("docker",), extra="docker"
     )
+    text = "an environment of Harbor per episode: its clouds (places_kwargs.type=daytona, ...)"
+    path = "areal_gym.places.harbor_places:HarborPlaces"
+    yield PlaceSpec(
+        id="harbor", entry_point=path, summary=text, requires=("harbor",), extra="harbor"
+    )
