@@ -299,6 +299,7 @@ def _outermost(paths: set[bytes]) -> tuple[str, ...]:
 
 def _renamed(raw: bytes, max_bytes: int) -> bytes:
     """Return an archive whose names have no `./`, or what the limit leaves of it."""
+    is_whole = len(raw) <= max_bytes
     buffer = io.BytesIO()
     archive = tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
     try:
@@ -311,7 +312,8 @@ def _renamed(raw: bytes, max_bytes: int) -> bytes:
                     return buffer.getvalue()[:max_bytes]
                 archive.addfile(member, source.extractfile(member) if member.isreg() else None)
     except (tarfile.TarError, EOFError, OSError):
-        if raw:  # cut off, or none: an archive that cannot be read to its end
-            return buffer.getvalue()[:max_bytes]
+        is_whole = not raw
+    if not is_whole:  # an archive that cannot be read to its end
+        return buffer.getvalue()[:max_bytes]
     archive.close()
     return buffer.getvalue()

@@ -34,13 +34,17 @@ class EngineEnv(BaseEnvironment):
     async def start(self, force_build):
         image = self.task_env_config.docker_image
         if image is None:
-            built, _ = self._client.images.build(
-                path=str(self.environment_dir),
-                tag=self.environment_name,
-                buildargs=self._build_args,
-                network_mode="none",
-                rm=True,
-            )
+            try:
+                built, _ = self._client.images.build(
+                    path=str(self.environment_dir),
+                    tag=self.environment_name,
+                    buildargs=self._build_args,
+                    network_mode="none",
+                    rm=True,
+                )
+            except docker.errors.BuildError as error:
+                list(error.build_log)  # read to its end, which closes the connection
+                raise
             image = built.id
         self._container = self._client.containers.run(
             image,

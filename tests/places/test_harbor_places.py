@@ -10,14 +10,12 @@ import pytest
 
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.places import Place, PlaceImage, PlaceLimits, Places
+from areal_gym.places.harbor_places import HarborPlaces
 from areal_gym.sandbox.containers import connect
 from tests._support.harbor_play import BASE, GOLD, bash, play
 from tests._support.harbor_tasks import write_files, write_task
 
-needed = "the extra harbor needs Python 3.12"
-pytest.importorskip("harbor.environments.base", reason=needed)
-
-from areal_gym.places.harbor_places import HarborPlaces
+pytest.importorskip("harbor.environments.base", reason="needs the extra harbor and Python 3.12")
 
 ENGINE = "tests._support.harbor_engine_env:EngineEnv"
 LIMITS = PlaceLimits(memory_mb=256)
@@ -153,7 +151,7 @@ def test_failures_are_named(tools, tmp_path):
             await place.listen(8900)
 
     use(nothing, PlaceImage(reference=tools))
-    with pytest.raises(SandboxError, match="missing:.*'tar'"):
+    with pytest.raises(SandboxError, match=r"missing:.*'tar'"):
         use(nothing, PlaceImage(reference=BASE))
     folder = write_files(tmp_path / "broken", {"Dockerfile": f"FROM {tools}\nRUN exit 7\n"})
     with pytest.raises(SandboxError, match="returned a non-zero code: 7"):
