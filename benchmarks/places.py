@@ -1,9 +1,11 @@
 """Starts, commands and ends of places, alone and several at a time.
 
-    python benchmarks/places.py [--places local|docker] [--starts 30] [--together 8] [--json]
+    python benchmarks/places.py [--places local|docker] [--starts 30] [--together 8] [--trials 80]
 
 Medians in milliseconds, and the processor time of this process and its children beside them: on a
 busy machine only that can be compared. Docker needs an engine; its image is imported if need be.
+A trial is an episode of a task of `harbor:numbers-1` whose solution is executed and then verified
+in a fresh place: two starts, a command, `test.sh`, two ends.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from typing import Any
 
+from areal_gym.envs.harbor.harbor_env import HarborEnv
 from areal_gym.places import PlaceImage, PlaceLimits, Places
 from areal_gym.places.local_images import HOST_ROOT
 from areal_gym.plugins import registry
@@ -74,6 +77,37 @@ async def measure(
     }
 
 
+async def measure_trials(places: str, num_trials: int, together: int) -> dict[str, Any]:
+    """Return how many verified trials of solutions are played a second."""
+    options: dict[str, Any] = {"places": places}
+    if places == "docker":
+        build = {"build_args": {"BASE_IMAGE": DOCKER_IMAGE}, "build_network": "none"}
+        options["places_kwargs"] = build
+    slots = asyncio.Semaphore(together)
+
+    async def trial(number: int) -> float:
+        async with slots:
+            env = HarborEnv("numbers-1", **options)
+            try:
+                await env.areset(seed=number)
+                await env.astep(env.gold_action())
+                return (await env.astep("Done.")).reward
+            finally:
+                await env.aclose()
+
+    await trial(0)  # the server, the image
+    used, start = processor_ms(), time.perf_counter()
+    rewards = await asyncio.gather(*map(trial, range(num_trials)))
+    seconds = time.perf_counter() - start
+    assert set(rewards) == {1.0}, rewards
+    return {
+        "trials": num_trials,
+        "together": together,
+        "processor_ms_a_trial": round((processor_ms() - used) / num_trials, 1),
+        "trials_a_second": round(num_trials / seconds, 1),
+    }
+
+
 async def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -82,6 +116,7 @@ async def main() -> None:
     parser.add_argument(
         "--together", type=int, default=8, help="episodes at a time in the second row"
     )
+    parser.add_argument("--trials", type=int, default=80, help="verified trials; 0: none")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.places == "docker":
@@ -97,6 +132,8 @@ async def main() -> None:
         ]
     finally:
         await places.aclose()
+    if options.trials:
+        rows.append(await measure_trials(options.places, options.trials, options.together))
     for row in rows:
         line = json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items())
         print(line)

@@ -86,7 +86,8 @@ openclaw agent --local --agent main --message "$AREAL_GYM_PROMPT" </dev/null
 _HERMES = """\
 export HERMES_HOME=$AREAL_GYM_HOME
 cat > "$HERMES_HOME/config.yaml" <<END
-model: {default: policy, provider: custom, base_url: "$OPENAI_BASE_URL"}
+model:
+  {default: policy, provider: custom, base_url: "$OPENAI_BASE_URL", api_key: "$OPENAI_API_KEY"}
 END
 hermes chat --quiet --yolo --query "$AREAL_GYM_PROMPT" </dev/null
 """
@@ -146,7 +147,7 @@ HARNESSES = {
             id="openclaw",
             program="openclaw",
             script=_HOME + _OPENCLAW,
-            install="RUN npm install --global openclaw",
+            install="RUN npm install --global openclaw",  # Node 24.16 or later
         ),
         Harness(
             id="hermes",

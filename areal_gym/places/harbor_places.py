@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -54,6 +55,7 @@ class HarborPlaces:
     ) -> None:
         os.environ.setdefault("HARBOR_TELEMETRY", "0")
         self._type = type
+        self._backend = f"harbor {type} {json.dumps(kwargs or {}, sort_keys=True, default=repr)}"
         self._config = _config(type, kwargs or {})
         if network not in ("no-network", "public"):
             raise UsageError(f"network is {network!r}; it is no-network or public")
@@ -88,7 +90,7 @@ class HarborPlaces:
 
         Return the image's key, the same for the same files; or raise SandboxError.
         """
-        key = await asyncio.to_thread(_key, image, self._type)
+        key = await asyncio.to_thread(_key, image, self._backend)
         async with self._built.setdefault(key, asyncio.Lock()):
             if key not in self._keys:
                 environment = await self._start(image, PlaceLimits())
@@ -107,7 +109,7 @@ class HarborPlaces:
 
     async def _start(self, image: PlaceImage, limits: PlaceLimits) -> Any:
         """Return one of Harbor's environments, started."""
-        key = await asyncio.to_thread(_key, image, self._type)
+        key = await asyncio.to_thread(_key, image, self._backend)
         async with self._starts:
             with harbor_errors(f"a place of {self._type}"):
                 environment = self._environment(image, limits, key)
@@ -172,12 +174,12 @@ def _config(type: str, kwargs: Mapping[str, Any]) -> Any:
     return EnvironmentConfig(type=EnvironmentType(type), kwargs=dict(kwargs))
 
 
-def _key(image: PlaceImage, type: str) -> str:
+def _key(image: PlaceImage, backend: str) -> str:
     if image.folder is None:
-        return hashlib.sha256(f"{type} {image.reference}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{backend} {image.reference}".encode()).hexdigest()[:32]
     if not (image.folder / "Dockerfile").is_file():
         raise SandboxError(f"{image.folder} has no Dockerfile")
-    return content_key(image.folder, {}, {}, f"harbor {type}")
+    return content_key(image.folder, {}, {}, backend)
 
 
 async def _stop(environment: Any) -> None:
