@@ -4,7 +4,8 @@
 
 8 prompts x 8 siblings of 24 tokens, a Qwen2 of 2M parameters, two updates a step, one thread; the
 presets take turns, so that a busy machine is as busy for all. `step` is the median over grpo's.
-Presets with a critic, a reference or a look at the whole update cost what those take.
+Presets with a critic, a reference or a look at the whole update cost what those take, and `igpo` the
+pass over each turn's prompt that scores the known answer, of three tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.plugins import registry
 from areal_gym.runs.speed import play_groups, shape
+from areal_gym.trainer.algorithms.advantages import needs_answer_probs
+from areal_gym.trainer.answer_probs import KnownAnswer, with_answer_probs
+from areal_gym.trainer.objectives.distillation import PolicyTeacher
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group
 
@@ -54,6 +58,16 @@ def trainer(name: str, reference: Path) -> Trainer:
     )
 
 
+def step(one: Trainer, groups: list[Group], *, scores_answer: bool) -> float:
+    """Return the CPU seconds of a step."""
+    start_s = time.process_time()
+    if scores_answer:
+        known = KnownAnswer(lead_ids=(), token_ids=(11, 12, 13))
+        groups = asyncio.run(with_answer_probs(groups, PolicyTeacher(one), lambda task: known))
+    one.step(groups, version=0)
+    return time.process_time() - start_s
+
+
 def step_costs(names: Sequence[str], repeats: int = 5) -> dict[str, float]:
     """Return the cost of each preset's step, grpo's being 1."""
     torch.set_num_threads(1)
@@ -65,10 +79,11 @@ def step_costs(names: Sequence[str], repeats: int = 5) -> dict[str, float]:
         spent: dict[str, list[float]] = {name: [] for name in trainers}
         for repeat in range(repeats + 1):
             for name, one in trainers.items():
-                start_s = time.process_time()
-                one.step(groups, version=0)
+                advantage = TrainerConfig(algorithm=name).advantage
+                is_scored = needs_answer_probs(registry().load("advantages", advantage))
+                cpu_s = step(one, groups, scores_answer=is_scored)
                 if repeat:  # the first one warms up
-                    spent[name].append(time.process_time() - start_s)
+                    spent[name].append(cpu_s)
     medians = {name: statistics.median(seconds) for name, seconds in spent.items()}
     return {name: medians[name] / medians["grpo"] for name in names}
 

@@ -45,6 +45,10 @@ SUMS = Path(tempfile.gettempdir()) / "areal-gym-sums.jsonl"
 not learn in so few steps, whatever the algorithm."""
 
 
+FURTHER = {"igpo": [r"trainer.advantage_kwargs.answer=\boxed{{{answer}}}"]}
+"""Settings that a preset takes from the task: how the answer is said in both environments."""
+
+
 def write_sums() -> None:
     with SUMS.open("w") as file:
         for phrasing in PHRASINGS:
@@ -91,6 +95,7 @@ def run(env: str, name: str, seed: int, steps: int, staleness: int, policy: Path
         f"engine.model={policy}",
         f"trainer.algorithm={name}",
         f"seed={seed}",
+        *FURTHER.get(name, []),
     )
     start_s = _cpu_s()
     with tempfile.TemporaryDirectory() as home:

@@ -1,15 +1,17 @@
-"""Does it help to compare what was done in equal states? GiGPO on rooms with dead ends.
+"""Does it help to compare what was done in equal states? GiGPO on a house with dead ends.
 
-    python benchmarks/reproduce/dead_ends.py [--arms gigpo,dr_grpo,grpo] [--steps 12] [--seeds 3]
+    python benchmarks/reproduce/dead_ends.py [--arms gigpo,dr_grpo,grpo] [--steps 40] [--seeds 5]
                [--runs FILE.jsonl] [--json]
 
-Rooms in a row, each with three numbered doors, of which the one with the largest number leads on
-and the others to a dead end; from there the only way is back, which costs a turn. There is time for
-two mistakes. The reward, 1 at the exit, says nothing about single doors: with an advantage per
-episode (`grpo`, `dr_grpo`) the right doors of an episode that failed are blamed for the wrong one.
-GiGPO (2505.10978) compares the ways out of each room, which the environment names by `state_key`.
+Eight rooms in a row, each with two doors, of which one leads on. Behind the other are rooms that
+look the same and have no way out: there the episode goes on until its eight turns are over. Each
+room that is passed earns 1/8. With an advantage per episode (`grpo`, `dr_grpo`), an
+episode that failed early is blamed for its right doors, too, and one that came far is praised for
+the wrong one and for the doors behind it. GiGPO (2505.10978) adds a comparison of what the siblings
+earned from one room on, which the environment names by `state_key`.
 
-held-out   sampled share of episodes that reach the exit, over 128 tasks at the end: mean over seeds
+before     share of rooms that are passed, over 256 held-out episodes, sampled
+held-out   the same at the end: mean over the seeds
 reward     of the steps, mean over the run: how soon it was learned
 against    the difference from the first arm, seed by seed: mean, 95% interval
 """
@@ -33,80 +35,67 @@ from areal_gym.runs.policy_directory import policy_directory
 from areal_gym.runs.run_display import Display
 from areal_gym.types import Message, Task
 
-DEPTH = 8
-DOORS = 3
-SLACK = 2
-"""Mistakes for which there is time."""
+RIGHT_DOORS = dict(zip("ABCDEFGH", "12212112", strict=True))
+"""The door that leads on, for each room: the same in all tasks, without a rule."""
+DEPTH = len(RIGHT_DOORS)
 
 
 class DeadEnds(areal_gym.TextEnv):
-    """Rooms in a row, with one way on and two dead ends each.
+    """Rooms in a row, with one way on and one dead end each.
 
-    Task: for each room the numbers on its doors.
-    Observation: the room and its doors, or a dead end.
-    Action: the number of a door, or "back" in a dead end.
-    Reward: 1 at the exit. Episode end: at the exit; truncated after four turns more than needed.
+    Task: the order of the rooms.
+    Observation: the name of the next room; in a dead end, too, which nothing gives away.
+    Action: the number of a door.
+    Reward: 1/8 for each room that is passed. Episode end: truncated after eight turns.
     """
 
-    max_turns = DEPTH + 2 * SLACK
+    max_turns = DEPTH
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """Draw the doors' numbers; those of a split are odd or even in sum."""
+        """Draw an order of rooms; the first and the second tell the split."""
         split = str(options.get("split", "train"))
         if options.get("index") is not None:
             rng = np.random.default_rng([int(options["index"]), split == "train"])
-        while True:
-            rooms = [rng.choice(9, DOORS, replace=False) + 1 for _ in range(DEPTH)]
-            if sum(map(sum, rooms)) % 2 == (split == "train"):
-                break
-        doors = [[int(number) for number in room] for room in rooms]
-        return Task(id=f"{split}/{doors}", data={"doors": doors}, split=split)
+        rooms = [str(room) for room in rng.permutation(list(RIGHT_DOORS))]
+        if (rooms[0] < rooms[1]) != (split == "train"):
+            rooms[:2] = rooms[1], rooms[0]
+        return Task(id=f"{split}/{''.join(rooms)}", data={"rooms": rooms}, split=split)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
         """Show the first room."""
-        self._room, self._is_dead_end = 0, False
-        return [{"role": "user", "content": self._view()}]
+        self._is_dead_end = False
+        return [self._view(0)]
 
     async def respond(self, message: Message) -> areal_gym.Response:
-        """Go through a door, or back."""
-        key = f"{self._room}{' dead end' if self._is_dead_end else ''}"
-        said = str(message["content"]).strip()
-        if self._is_dead_end:
-            self._is_dead_end = said != "back"
-        elif said == str(max(self._doors)):
-            self._room += 1
-        else:
-            self._is_dead_end = said in map(str, self._doors)
-        if self._room == DEPTH:
-            return areal_gym.Response(reward=1.0, is_terminated=True, state_key=key)
-        view: Message = {"role": "user", "content": self._view()}
-        return areal_gym.Response(messages=[view], state_key=key)
+        """Go through a door."""
+        key = "dead end" if self._is_dead_end else self._room
+        is_right = str(message["content"]).strip() == RIGHT_DOORS[self._room]
+        self._is_dead_end = self._is_dead_end or not is_right
+        is_over = self.num_turns == DEPTH
+        return areal_gym.Response(
+            reward=0.0 if self._is_dead_end else 1 / DEPTH,
+            messages=[] if is_over else [self._view(self.num_turns)],
+            is_truncated=is_over,
+            state_key=key,
+        )
 
     def gold_action(self) -> str:
-        """Return the largest number at half of the doors, else any; in a dead end the way back.
+        """Return what the demonstrator of the warm start says.
 
-        This is the demonstrator of the warm start, so that what is left to learn is each door.
+        It goes on in four of five cases in half of the rooms, and in two of five in the others: some
+        doors must be learned, and some unlearned.
         """
         return self.noop_action()
 
     def noop_action(self) -> str:
         """Return what the demonstrator says."""
-        if self._is_dead_end or self.np_random.random() < 0.5:
-            return self._right_action()
-        return str(self.np_random.choice(self._doors))
+        is_right = self.np_random.random() < (0.8 if self._room in "ACEG" else 0.4)
+        right = RIGHT_DOORS[self._room]
+        return right if is_right else {"1": "2", "2": "1"}[right]
 
-    def _right_action(self) -> str:
-        return "back" if self._is_dead_end else str(max(self._doors))
-
-    @property
-    def _doors(self) -> list[int]:
-        doors: list[int] = self.task.data["doors"][self._room]
-        return doors
-
-    def _view(self) -> str:
-        if self._is_dead_end:
-            return "dead end"
-        return f"doors {' '.join(map(str, self._doors))}"
+    def _view(self, index: int) -> Message:
+        self._room = self.task.data["rooms"][index]
+        return {"role": "user", "content": f"room {self._room}"}
 
 
 def settings(*overrides: str) -> RunConfig:
@@ -114,10 +103,9 @@ def settings(*overrides: str) -> RunConfig:
         overrides=[
             *SMALL,
             f"env.id={Path(__file__).resolve()}:DeadEnds",
-            "rollout.max_new_tokens=16",
-            "engine.max_context=512",
-            *("trainer.lr=3e-4", "trainer.muon_lr=3e-3", "trainer.save_every=0"),
-            "eval.num_tasks=128",
+            *("rollout.batch_groups=2", "rollout.max_new_tokens=8", "engine.max_context=256"),
+            *("trainer.lr=6e-4", "trainer.muon_lr=6e-3", "trainer.save_every=0"),
+            "eval.num_tasks=256",
             *overrides,
         ]
     )
@@ -153,10 +141,10 @@ def table(results: dict[str, list[Row]]) -> str:
     for arm, rows in results.items():
         against = [
             "" if arm == arms[0] else difference([r[k] for r in rows], [r[k] for r in first])
-            for k in ("heldout", "reward")
+            for k in ("heldout_reward", "reward")
         ]
         lines.append(
-            f"| `{arm}` | {mean(rows, 'before'):.3f} | {mean(rows, 'heldout'):.3f} | {against[0]} "
+            f"| `{arm}` | {mean(rows, 'before_reward'):.3f} | {mean(rows, 'heldout_reward'):.3f} | {against[0]} "
             f"| {mean(rows, 'reward'):.3f} | {against[1]} | {mean(rows, 'cpu_s'):.0f} |"
         )
     return "\n".join(lines)
@@ -165,8 +153,7 @@ def table(results: dict[str, list[Row]]) -> str:
 def main() -> None:
     made = parser(__doc__ or "")
     made.add_argument("--arms", default="gigpo,dr_grpo,grpo")
-    made.add_argument("--steps", type=int, default=12)
-    made.set_defaults(seeds=3)
+    made.add_argument("--steps", type=int, default=40)
     options = made.parse_args()
     seeds, steps = (1, 2) if options.quick else (options.seeds, options.steps)
     policy, kept = warm_start(), KeptRuns(options.runs)

@@ -48,6 +48,8 @@ def play(config: RunConfig, keep: Path | None = None) -> tuple[Row, list[Row]]:
     outcome = {
         "before": summary["heldout_before"],
         "heldout": summary["heldout_after"],
+        "before_reward": summary.get("heldout_reward_before"),
+        "heldout_reward": summary.get("heldout_reward_after"),
         "greedy": summary.get("heldout_greedy_after"),
         "s": round(time.monotonic() - start_s, 1),
         "cpu_s": round(cpu_s() - start_cpu_s, 1),

@@ -268,6 +268,19 @@ def test_gigpo_by_hand_compares_turns_from_the_same_state():
         estimate(estimator_of("gigpo"), other)
 
 
+@pytest.mark.parametrize(("mode", "is_normalised"), [("mean", False), ("mean_std", True)])
+def test_gigpo_gives_the_numbers_of_its_authors(mode, is_normalised):
+    # `gigpo/core_gigpo.py` of verl-agent (April 2026), its mean over trajectories as in the paper.
+    numbers = json.loads((Path(__file__).parent / "gigpo_numbers.json").read_text())
+    lengths = [[1] * len(turns) for turns in numbers["rewards"]]
+    inputs = AdvantageInputs.from_turns(
+        numbers["rewards"], lengths, numbers["group_ids"], state_keys=numbers["state_keys"]
+    )
+    settings = {"discount": numbers["discount"], "is_normalised": is_normalised}
+    advantages = estimate(estimator_of("gigpo"), inputs, **settings).advantages_T.tolist()
+    assert advantages == pytest.approx(numbers[mode], abs=1e-5)
+
+
 def test_equal_keys_of_other_groups_are_other_states():
     keys = [["a"], ["a"], ["a"], ["a"]]
     inputs = AdvantageInputs.from_turns(
