@@ -54,6 +54,15 @@ def test_policy_with_a_hint_teaches_itself_and_the_run_is_replayed(tiny_policy, 
         kl_of(config_of(tiny_policy, own[0], "teacher.hint=It is {nothing}."), tmp_path / "wrong")
 
 
+def test_policy_of_the_beginning_teaches_with_a_hint(tiny_policy, tmp_path):
+    frozen = f"teacher.model={tiny_policy}"
+    plain = kl_of(config_of(tiny_policy, frozen, steps=1), tmp_path / "plain")
+    assert plain == pytest.approx([0], abs=1e-5)  # both are the same policy
+    hint = "teacher.hint=The answer is {answer}."
+    hinted = kl_of(config_of(tiny_policy, frozen, hint, steps=1), tmp_path / "hinted")
+    assert abs(hinted[0]) > 1e-4
+
+
 def test_two_teachers_are_one_mixture(tiny_policy, teacher, tmp_path):
     alone = kl_of(config_of(tiny_policy, f"teacher.model={teacher}", steps=1), tmp_path / "alone")
     pair = (f"teacher.model={teacher}", f"teacher.further=[{{model: {tiny_policy}}}]")
