@@ -4,8 +4,8 @@
 
 8 prompts x 8 siblings of 24 tokens, a Qwen2 of 2M parameters, two updates a step, one thread; the
 presets take turns, so that a busy machine is as busy for all. `step` is the median over grpo's.
-Presets with a critic, a reference or a look at the whole update cost what those take, and `igpo` the
-pass over each turn's prompt that scores the known answer, of three tokens.
+Presets with a critic, a reference or a look at the whole update cost what those take, and `igpo`
+the pass over each turn's prompt that scores the known answer, of three tokens.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class DeadEnds(areal_gym.TextEnv):
 
     async def respond(self, message: Message) -> areal_gym.Response:
         """Go through a door."""
-        key = "dead end" if self._is_dead_end else self._room
+        key = f"{self._room}{' in a dead end' if self._is_dead_end else ''}"
         is_right = str(message["content"]).strip() == RIGHT_DOORS[self._room]
         self._is_dead_end = self._is_dead_end or not is_right
         is_over = self.num_turns == DEPTH
@@ -82,8 +82,8 @@ class DeadEnds(areal_gym.TextEnv):
     def gold_action(self) -> str:
         """Return what the demonstrator of the warm start says.
 
-        It goes on in four of five cases in half of the rooms, and in two of five in the others: some
-        doors must be learned, and some unlearned.
+        It takes the right door in four of five cases in half of the rooms, and in two of five in
+        the others.
         """
         return self.noop_action()
 
@@ -143,9 +143,11 @@ def table(results: dict[str, list[Row]]) -> str:
             "" if arm == arms[0] else difference([r[k] for r in rows], [r[k] for r in first])
             for k in ("heldout_reward", "reward")
         ]
+        names = ("before_reward", "heldout_reward", "reward")
+        before, after, reward = (mean(rows, name) for name in names)
         lines.append(
-            f"| `{arm}` | {mean(rows, 'before_reward'):.3f} | {mean(rows, 'heldout_reward'):.3f} | {against[0]} "
-            f"| {mean(rows, 'reward'):.3f} | {against[1]} | {mean(rows, 'cpu_s'):.0f} |"
+            f"| `{arm}` | {before:.3f} | {after:.3f} | {against[0]} | {reward:.3f} | {against[1]} "
+            f"| {mean(rows, 'cpu_s'):.0f} |"
         )
     return "\n".join(lines)
 
