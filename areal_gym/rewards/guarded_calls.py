@@ -15,8 +15,10 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import select
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -50,7 +52,11 @@ class _TimeOverError(BaseException):
 
 
 class _Worker:
-    """A thread that makes one call after the other; `done` is released after each."""
+    """A thread that makes one call after the other, when it reads a byte; it writes one after each.
+
+    A byte through a pipe wakes the other thread in half of a lock's time: Linux takes it as a
+    hand-over, and need not wake a second core.
+    """
 
     def __init__(self) -> None:
         self.function: Callable[..., Any] | None = None
@@ -59,34 +65,56 @@ class _Worker:
         self.error: BaseException | None = None
         self.seconds = 0.0
         self.wake: Callable[[], object] | None = None
-        self.is_abandoned = False
-        self.start, self.done = threading.Lock(), threading.Lock()
-        self.start.acquire()
-        self.done.acquire()
+        self._begin_in, self._begin_out = os.pipe()
+        self._end_in, self._end_out = os.pipe()
+        self._ended = select.poll()
+        self._ended.register(self._end_in, select.POLLIN)
         self.thread = threading.Thread(target=self._work, name="areal-gym-reward", daemon=True)
         self.thread.start()
 
-    def _work(self) -> None:
-        with contextlib.suppress(_TimeOverError):
-            while not self.is_abandoned:
-                self.start.acquire()
-                assert self.function is not None
-                begin_s = time.perf_counter()
-                try:
-                    self.value = self.function(**self.arguments)
-                except BaseException as error:  # SystemExit, too
-                    self.error = error
-                self.seconds = time.perf_counter() - begin_s
-                self.done.release()
-                # Read after the release: a caller sets it before looking at `done` once more.
-                if (wake := self.wake) is not None:
-                    wake()
+    def begin(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        """Let the thread call the function."""
+        self.function, self.arguments = function, arguments
+        os.write(self._begin_out, b".")
 
-    def abandon(self, *, is_interrupted: bool) -> None:
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Return whether the call has ended or does so in time; True once for each call."""
+        return bool(self._ended.poll(1000 * timeout_s)) and bool(os.read(self._end_in, 1))
+
+    def _work(self) -> None:
+        # A pipe that the caller has closed ends the thread: an OSError, or the end of the file.
+        with contextlib.suppress(_TimeOverError, OSError):
+            try:
+                while os.read(self._begin_in, 1):
+                    self._call()
+            finally:
+                os.close(self._begin_in)
+                os.close(self._end_out)
+
+    def _call(self) -> None:
+        assert self.function is not None
+        begin_s = time.perf_counter()
+        try:
+            self.value = self.function(**self.arguments)
+        except BaseException as error:  # SystemExit, too
+            self.error = error
+        self.seconds = time.perf_counter() - begin_s
+        os.write(self._end_out, b".")
+        # Read after the byte is written: a caller sets it before it looks once more.
+        if (wake := self.wake) is not None:
+            wake()
+
+    def abandon(self, *, is_interrupted: bool = False) -> None:
         """Never use it again; interrupt what it does if that is Python."""
-        self.is_abandoned = True
+        os.close(self._begin_out)
+        os.close(self._end_in)
         if is_interrupted:
             interrupt_thread(self.thread)
+
+
+def _abandon_all(workers: set[_Worker]) -> None:
+    while workers:
+        workers.pop().abandon()
 
 
 def interrupt_thread(thread: threading.Thread) -> None:
@@ -104,12 +132,18 @@ class ThreadedCalls:
         self._timeout_s = timeout_s
         self.was_fast = True
         """Whether the latest call returned within the time for which the event loop may wait."""
-        self._reset()
-
-    def _reset(self) -> None:
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
         self._queue: deque[Callable[[], object]] = deque()
+        self._num_forks = _num_forks
+        # Threads end with the object that they work for; at exit they are daemons.
+        weakref.finalize(self, _abandon_all, self._workers).atexit = False
+
+    def _reset(self) -> None:
+        """Forget the threads of the process that this one was forked from."""
+        self._idle.clear()
+        _abandon_all(self._workers)
+        self._queue.clear()
         self._num_forks = _num_forks
 
     async def __call__(self, arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
@@ -120,9 +154,8 @@ class ThreadedCalls:
             worker = self._idle.pop()
         except IndexError:
             worker = await self._new_worker()
-        worker.function, worker.arguments = self._function, arguments
-        worker.start.release()
-        if not (self.was_fast and worker.done.acquire(timeout=_GRACE_S)):
+        worker.begin(self._function, arguments)
+        if not (self.was_fast and worker.has_ended(_GRACE_S)):
             await self._finish(worker)
         self.was_fast = worker.seconds < _GRACE_S
         value, error = worker.value, worker.error
@@ -162,7 +195,7 @@ class ThreadedCalls:
             while True:
                 wake, future = _waker()
                 worker.wake = wake
-                if worker.done.acquire(blocking=False):
+                if worker.has_ended():
                     return
                 if loop.time() >= end_s:
                     raise CallTimeoutError
