@@ -119,7 +119,7 @@ async def forging_archive(
     roots = [agent.workdir, *(artifact.source for artifact in step.artifacts)]
     with (
         tarfile.open(fileobj=buffer, mode="w") as forged,
-        tarfile.open(fileobj=io.BytesIO(raw)) as archive,
+        tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive,
     ):
         for member in archive:
             path = posixpath.normpath("/" + member.name)

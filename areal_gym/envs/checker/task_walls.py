@@ -53,7 +53,7 @@ async def require_hidden(task: HarborTask, agent: AgentPlace) -> str:
     raw = await agent.place.take([agent.workdir], max_bytes=MOST_BYTES)
     if not is_complete(raw):
         return "paths only: the working directory is large"
-    with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
+    with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive:
         for member in archive:
             content = archive.extractfile(member) if member.isreg() else None
             if content is not None:

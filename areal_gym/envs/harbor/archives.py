@@ -42,10 +42,19 @@ def is_within(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def pack_folders(folders: Sequence[Path], *, prefix: str = "") -> bytes:
-    """Return an archive of the contents of folders, owned by root; later ones replace earlier."""
+def pack_folders(
+    folders: Sequence[Path],
+    *,
+    prefix: str = "",
+    directories: Iterable[tuple[str, int, int]] = (),
+) -> bytes:
+    """Return an archive of the contents of folders, owned by root; later ones replace earlier.
+
+    `directories` stand before them, as in `pack_directories`.
+    """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        _add_directories(archive, directories)
         for folder in folders:
             for path in sorted(folder.rglob("*")):
                 entry = archive.gettarinfo(
@@ -70,11 +79,15 @@ def pack_directories(modes: Iterable[tuple[str, int, int]]) -> bytes:
     """Return an archive of empty directories: path, mode and owner of each."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path, mode, owner in modes:
-            entry = tarfile.TarInfo(path.lstrip("/"))
-            entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, mode, owner, owner
-            archive.addfile(entry)
+        _add_directories(archive, modes)
     return buffer.getvalue()
+
+
+def _add_directories(archive: tarfile.TarFile, modes: Iterable[tuple[str, int, int]]) -> None:
+    for path, mode, owner in modes:
+        entry = tarfile.TarInfo(path.lstrip("/"))
+        entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, mode, owner, owner
+        archive.addfile(entry)
 
 
 @dataclass
@@ -108,7 +121,7 @@ class CarriedFiles:
         if not is_complete(raw):
             self._leave_out(root, too_large)
             return
-        with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive:
             for member in archive:
                 path = posixpath.normpath("/" + member.name)
                 if not self._is_wanted(path, root, member):

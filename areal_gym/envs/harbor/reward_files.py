@@ -26,7 +26,7 @@ def read_reward_file(raw: bytes, path: str) -> str | None:
     too_large = TaskError(f"{path} is larger than {MOST_BYTES >> 10} kB")
     if not is_complete(raw):
         raise too_large
-    with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
+    with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive:
         member = archive.next()
         if member is None:
             return None

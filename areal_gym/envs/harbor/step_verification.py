@@ -25,7 +25,6 @@ from areal_gym.envs.harbor.archives import (
     NEVER_CARRIED,
     CarriedFiles,
     is_within,
-    pack_directories,
     pack_folders,
 )
 from areal_gym.envs.harbor.phases import START_S, TRANSFER_S, phase
@@ -230,9 +229,10 @@ async def _run_tests(task: HarborTask, step: TaskStep, place: Place, *, has_test
         stale = list(REWARD_FILES) if has_tests else ["/tests", *REWARD_FILES]
         await _prepare(task, place, removed=stale)
         folders = [("/logs", 0o755, 0), (LOGS, 0o777, 0), ("/logs/verifier", 0o700, owner)]
-        await place.put(pack_directories(folders), "/")
         if not has_tests:
-            await place.put(pack_folders(step.tests), "/tests")
+            folders.append(("/tests", 0o755, 0))
+        tests = () if has_tests else step.tests
+        await place.put(pack_folders(tests, prefix="tests", directories=folders), "/")
     async with phase(task.id, "verifier"):
         result = await place.run(
             ["/bin/sh", "-c", "/tests/test.sh"],
