@@ -182,13 +182,7 @@ class Session:
         """
         self._check_limits(request)
         try:
-            choices = range(request.n)
-            tasks = [asyncio.create_task(self._complete(request, i, on_text)) for i in choices]
-            try:
-                completions = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
+            completions = await self._complete_all(request, on_text)
         except ContextFullError:
             self.limit = StopReason.MAX_TOKENS
             raise
@@ -239,6 +233,18 @@ class Session:
                 f"this episode has made its {max_calls} calls (agent.kwargs.max_calls)",
                 code="episode_limit",
             )
+
+    async def _complete_all(
+        self, request: CompletionRequest, on_text: OnText | None
+    ) -> list[Completion]:
+        if request.n == 1:  # a task of its own would take as long as the rest of a short call
+            return [await self._complete(request, 0, on_text)]
+        tasks = [asyncio.create_task(self._complete(request, i, on_text)) for i in range(request.n)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _complete(
         self, request: CompletionRequest, index: int, on_text: OnText | None
