@@ -10,14 +10,16 @@ images that are not in use go when all together need more than the budget.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from areal_gym.errors import SandboxError
 from areal_gym.places.owners import is_gone, new_owner
 
 _NEW = "new-"
@@ -65,9 +67,22 @@ class LayerStore:
         row = json.loads(self._record(key).read_text())
         return LocalImage(**{**row, "layers": tuple(row["layers"])})
 
-    def new_layer(self) -> str:
-        """Return an unused name for a layer that is being made."""
-        return _NEW + new_owner().replace(":", "~")
+    @asynccontextmanager
+    async def new_layer(self, discard: Callable[[str], Awaitable[object]]) -> AsyncIterator[str]:
+        """Yield the name of a layer to make; what is left of one that fails is removed.
+
+        `discard` removes a layer by name. Files that cannot be written are a SandboxError.
+        """
+        new = _NEW + new_owner().replace(":", "~")
+        try:
+            yield new
+        except BaseException as error:
+            with suppress(SandboxError):  # the first error is the one to tell
+                await asyncio.shield(discard(new))
+            (self.folder / f"{new}.json").unlink(missing_ok=True)
+            if isinstance(error, OSError) and not isinstance(error, SandboxError):
+                raise SandboxError(f"a layer in {self.folder} was not made: {error}") from error
+            raise
 
     def add(self, key: str, new: str, image: LocalImage) -> LocalImage:
         """Add an image whose topmost layer was made as `new`; another process may have been first.

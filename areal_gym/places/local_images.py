@@ -14,6 +14,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class LocalImages:
         *,
         build_args: Mapping[str, str],
         packages: Sequence[str],
-        roots: Mapping[str, Path],
+        roots: Mapping[str, Path | str],
         start: StartPlace,
     ) -> None:
         self.store = store
@@ -143,8 +144,7 @@ class LocalImages:
             built = self.store.find(key)
             if built is not None:
                 return built
-            async with self._slots:
-                new = self.store.new_layer()
+            async with self._slots, self.store.new_layer(partial(_discard, server)) as new:
                 with tempfile.TemporaryFile() as file:
                     await asyncio.to_thread(_write_archive, file, write)
                     size = file.tell()
@@ -156,16 +156,20 @@ class LocalImages:
         self, server: LocalServer, folder: Path, text: str, base: LocalImage, key: str
     ) -> LocalImage:
         place = await self._start(base)
-        new = self.store.new_layer()
         try:
             build = _Build(place, folder, base, self._build_args)
             for instruction in dockerfile.parse(text):
                 await build.execute(instruction)
             await place.freeze()
-            await place.keep(new)
-            return self.store.add(key, new, replace(build.image, size_bytes=build.size_bytes))
+            async with self.store.new_layer(partial(_discard, server)) as new:
+                await place.keep(new)
+                return self.store.add(key, new, replace(build.image, size_bytes=build.size_bytes))
         finally:
             await place.aclose()
+
+
+async def _discard(server: LocalServer, layer: str) -> None:
+    await server.ask("discard", layer=layer)
 
 
 class _Build:

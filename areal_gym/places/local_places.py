@@ -48,12 +48,12 @@ class LocalPlaces:
         *,
         build_args: Mapping[str, str] | None = None,
         packages: Sequence[str] = (),
-        roots: Mapping[str, Path] | None = None,
+        roots: Mapping[str, Path | str] | None = None,
         spare: int = 0,
         images_mb: int = _IMAGES_MB,
-        cache: Path | None = None,
+        cache: Path | str | None = None,
     ) -> None:
-        folder = cache or cache_directory() / "places"
+        folder = Path(cache) if cache else cache_directory() / "places"
         # Layers have the owners of places, which differ between users.
         self._store = LayerStore(folder / f"local-{os.geteuid()}", images_mb << 20)
         self._images = LocalImages(

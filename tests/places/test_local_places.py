@@ -14,6 +14,7 @@ from areal_gym.places import Place, PlaceImage, PlaceLimits, Places
 from areal_gym.places.local_images import HOST_ROOT
 from areal_gym.places.local_places import LocalPlaces
 from areal_gym.sandbox.suite.watch import descendants
+from areal_gym.sandbox.worker import kernel
 
 LIMITS = PlaceLimits(memory_mb=128, storage_mb=32, num_processes=32)
 HOST = PlaceImage(reference=HOST_ROOT)
@@ -302,6 +303,20 @@ def test_folders_are_built_once_by_the_instructions_of_their_dockerfile(local_ca
     assert first.stdout.decode().split() == [*expected.split(), "two.txt", "65534"]
     assert b"No such file" in first.stderr
     assert len(layers) == 1
+
+
+def test_a_full_disk_is_named_and_no_layer_is_left(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("a small disk is mounted as root")
+    small = tmp_path / "small"
+    small.mkdir()
+    kernel.mount("none", str(small), "tmpfs", 0, "size=4m")
+    try:
+        with pytest.raises(SandboxError, match="No space left on device"):
+            play(str(small), None)
+        assert list(small.glob("*/*")) == []
+    finally:
+        kernel.umount(str(small), 0)
 
 
 @pytest.mark.parametrize(
