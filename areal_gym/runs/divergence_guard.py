@@ -35,6 +35,10 @@ _ENTROPY_FLOOR = 1.0
 _STANDARD_ERRORS = 5.0
 """A reward that falls by less than so many standard errors of a difference has not fallen. A run
 has hundreds of windows, and one of them is compared with the best of all."""
+_CHANCE = 2.0
+"""Standard errors of a difference by which a reward must have risen, which is looked at once."""
+_KEPT_GAIN = 0.5
+"""The share of the best rise of the reward that is still there, while entropy may rise."""
 _MIN_GROUPS = 32
 """A mean reward is taken over at least so many groups, and more than `guard.window` steps if they
 are needed: tasks differ more than siblings."""
@@ -89,6 +93,7 @@ class DivergenceGuard:
         self._newest_step, self._newest_severity = 0, 0.0
         self._best_reward, self._lowest_reward = -math.inf, math.inf
         self._usual_entropy: float | None = None
+        self._usual_reward: float | None = None
         self._last_wanted = self._num_beyond = self._first_beyond = 0
         self._reason = ""
         self.wants_checkpoint = False
@@ -175,9 +180,10 @@ class DivergenceGuard:
         window = list(self._rows)[-self._config.guard.window :]
         severity, reason = 0.0, ""
         if len(window) == self._config.guard.window:
-            signals = [self._kl(window), self._ratio(window), self._entropy(window)]
-            if self._judges_reward:
-                signals.append(self._reward())
+            reward = self._mean_reward() if self._judges_reward else None
+            signals = [self._kl(window), self._ratio(window), self._entropy(window, reward)]
+            if reward is not None:
+                signals.append(self._reward(*reward))
             severity, reason = max(signals)
         self._newest_step, self._newest_severity = int(row["step"]), severity
         if severity >= _CALM:
@@ -207,12 +213,16 @@ class DivergenceGuard:
             f"near (guard.ratio = {limit:g})"
         )
 
-    def _entropy(self, window: list[dict[str, float]]) -> tuple[float, str]:
+    def _entropy(
+        self, window: list[dict[str, float]], reward: tuple[float, float] | None
+    ) -> tuple[float, str]:
         limit, entropy = self._config.guard.entropy, _median(window, "train/entropy")
         if limit is None or entropy is None:
             return 0.0, ""
         if self._usual_entropy is None:
             self._usual_entropy = entropy
+        if reward is not None and self._has_risen(*reward):
+            return 0.0, ""
         usual = self._usual_entropy
         highest = max(limit * usual, usual + _ENTROPY_FLOOR)
         return (entropy - usual) / (highest - usual), (
@@ -220,23 +230,37 @@ class DivergenceGuard:
             f"(guard.entropy = {limit:g} times)"
         )
 
-    def _reward(self) -> tuple[float, str]:
-        limit, rows = self._config.guard.reward, self._reward_window()
-        if limit is None or not rows:
+    def _has_risen(self, reward: float, noise: float) -> bool:
+        # A policy that earns more by hesitating more is exploring: it is not lost.
+        if self._usual_reward is None:
+            return False
+        best_gain = self._best_reward - self._usual_reward
+        return reward - self._usual_reward > max(_CHANCE * noise, _KEPT_GAIN * best_gain)
+
+    def _reward(self, reward: float, noise: float) -> tuple[float, str]:
+        limit, best = self._config.guard.reward, self._best_reward
+        if limit is None:
             return 0.0, ""
-        reward = statistics.fmean(row["reward/newest"] for row in rows)
-        self._best_reward = best = max(self._best_reward, reward)
-        variance = statistics.pvariance([row["reward/newest"] for row in rows])
-        variance += statistics.fmean(row["reward/newest_std"] ** 2 for row in rows)
-        standard_error = math.sqrt(variance / sum(map(self._num_groups, rows)))
-        noise = _STANDARD_ERRORS * math.sqrt(2) * standard_error
-        tolerated = max(limit * (best - self._lowest_reward), noise)
+        tolerated = max(limit * (best - self._lowest_reward), _STANDARD_ERRORS * noise)
         if tolerated <= 0:
             return 0.0, ""
         return (best - reward) / tolerated, (
             f"the reward of its newest versions has fallen from {best:.3g} to {reward:.3g} "
             f"(guard.reward = {limit:g})"
         )
+
+    def _mean_reward(self) -> tuple[float, float] | None:
+        # With the standard error of a difference of two such means; None while there are too few.
+        rows = self._reward_window()
+        if not rows:
+            return None
+        reward = statistics.fmean(row["reward/newest"] for row in rows)
+        if self._usual_reward is None:
+            self._usual_reward = reward
+        self._best_reward = max(self._best_reward, reward)
+        variance = statistics.pvariance([row["reward/newest"] for row in rows])
+        variance += statistics.fmean(row["reward/newest_std"] ** 2 for row in rows)
+        return reward, math.sqrt(2 * variance / sum(map(self._num_groups, rows)))
 
     def _reward_window(self) -> list[dict[str, float]]:
         # The newest steps that have enough groups; none while there are too few.

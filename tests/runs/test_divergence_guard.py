@@ -142,6 +142,39 @@ def test_reward_drop_is_relative_to_the_range_of_rewards(tmp_path):
     assert stops_at(guarded(tmp_path)[0], rows(-0.4))[0] is not None
 
 
+EXPLORING = [
+    row(step, reward=min(0.4 + 0.02 * step, 0.9), std=0.4, entropy=min(0.3 + 0.05 * step, 2.5))
+    for step in range(1, 61)
+]
+"""The policy earns twice as much, and its entropy is eight times as high."""
+
+
+def test_entropy_may_rise_while_the_reward_does(tmp_path):
+    guard, lines = guarded(tmp_path)
+    assert stops_at(guard, EXPLORING) == (None, None)
+    assert lines == []
+    # In a resumed run, too, which knows where the reward was.
+    assert stops_at(guarded(tmp_path, rows=EXPLORING[:40])[0], EXPLORING[40:]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "overrides", [["rollout.curriculum=success-rate", "env.id=countdown"], ["guard.reward=null"]]
+)
+def test_entropy_may_not_rise_where_no_reward_says_that_it_helps(overrides, tmp_path):
+    flat = [{**each, "reward/newest": 0.4} for each in EXPLORING]
+    rewarded = EXPLORING if "guard.reward=null" not in overrides else flat
+    _, error = stops_at(guarded(tmp_path, *overrides)[0], rewarded)
+    assert "entropy has risen" in error.message
+
+
+def test_high_entropy_stops_the_run_once_the_gain_is_half_lost(tmp_path):
+    """From 0.42 to 0.9, and to 0.6: less than `guard.reward` allows, and too little to hesitate."""
+    lost = [row(step, reward=0.6, std=0.4, entropy=2.5) for step in range(61, 81)]
+    step, error = stops_at(guarded(tmp_path)[0], EXPLORING + lost)
+    assert step < 75
+    assert "entropy has risen" in error.message
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
