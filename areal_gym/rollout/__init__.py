@@ -1,13 +1,13 @@
-"""Plays many episodes at once, for training and for evaluations.
+"""Plays many episodes at once, for training and for evaluation.
 
-    runner        the trainer's source of batches
-    groups        the states of groups
-    scheduler     slots; `failures` decides about retries
+    runner        plays groups of episodes and hands batches to the trainer
+    groups        tracks the state of each group
+    scheduler     runs episodes in a limited number of slots; `failures` decides about retries
     episode       plays one episode
-    evaluate      measures a policy
+    evaluate      measures a policy on held-out tasks
 
-The package can be called as well: `areal_gym.rollout(policy, env, n)` plays episodes outside of
-training (`areal_gym.runs.episodes`).
+The package is callable: `areal_gym.rollout(policy, env, n)` plays episodes outside of training. The
+function itself is in `areal_gym.runs.episodes`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class _Callable(ModuleType):
-    # One name for the verb and for the package: importing the package would hide a function.
+    # The function and the package share a name, and importing the package would hide a function.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from areal_gym.runs.episodes import rollout
 

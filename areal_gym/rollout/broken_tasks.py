@@ -1,4 +1,4 @@
-"""Drops tasks whose own verifier fails again and again: their episodes give no reward at all."""
+"""Drops tasks whose verifier keeps failing, because their episodes never get a reward."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from areal_gym.errors import FailureBudgetError
 from areal_gym.types import StopReason, Trajectory
 
 MOST_FAILURES = 3
-"""So many episodes of a task in a row without a reward from its verifier drop it."""
+"""A task is dropped after this many episodes in a row in which its verifier gave no reward."""
 _MOST_DRAWS = 200
+"""The search for a task that was not dropped ends after this many draws."""
 
 
 class BrokenTasks:
-    """Counts the verifier's failures of each task (`TaskError`), and knows the dropped tasks.
+    """Counts the verifier failures (`TaskError`) of each task and drops tasks that fail too often.
 
-    A reward, whatever its value, clears the task's count. `dropped` are ids that an interrupted run
-    has dropped; `on_drop` is called with the id and the last error of each new one.
+    A reward of any value resets the task's count.
+
+    Args:
+        dropped: ids of the tasks that an interrupted run had dropped.
+        on_drop: called with the id and the last error of each task that is dropped.
     """
 
     def __init__(
@@ -45,9 +49,14 @@ class BrokenTasks:
                     self._on_drop(id, self._last_error)
 
     def require_others(self, num_draws: int, num_tasks: int | None) -> None:
-        """Raise FailureBudgetError if there is no other task, or none was drawn `num_draws` times.
+        """Check that tasks are left to play.
 
-        `num_tasks` are all tasks of the split; None: endless.
+        Args:
+            num_draws: how many draws in a row gave a dropped task.
+            num_tasks: the number of tasks in the split; None if it is endless.
+
+        Raises:
+            FailureBudgetError: every task was dropped, or too many draws gave a dropped one.
         """
         if num_draws < _MOST_DRAWS and (num_tasks is None or len(self.dropped) < num_tasks):
             return

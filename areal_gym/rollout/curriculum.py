@@ -30,16 +30,16 @@ class Curriculum(Protocol):
     """
 
     def prepare(self, env: TextEnv, split: str) -> None:
-        """Find out what to choose from, or raise ConfigError. Called once, before anything else."""
+        """Determine the arms, or raise ConfigError if there are none. Called once, at the start."""
 
     def choose(self, rng: random.Random) -> Mapping[str, Any]:
-        """Return options for `env.reset`, fit for JSON, besides the split. Changes no state."""
+        """Return options for `env.reset`, without the split, as JSON values. Changes no state."""
 
     def observe(self, options: Mapping[str, Any], rewards_G: Sequence[float]) -> None:
-        """Learn from the rewards of a group with these options; filters do not matter."""
+        """Learn from the rewards of a group with these options, even if a filter rejected it."""
 
     def state(self) -> dict[str, Any]:
-        """Return what was learned, fit for JSON."""
+        """Return what was learned, as JSON values."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue with what `state` returned. Called after `prepare`."""
@@ -47,22 +47,23 @@ class Curriculum(Protocol):
 
 @dataclass(slots=True)
 class SuccessRateCurriculum:
-    """Prefers tasks that succeed about half the time: the others teach little (p (1 - p)).
+    """Prefers tasks that are solved about half the time, from which the policy learns most.
 
-    An arm is chosen in proportion to 4 p (1 - p), where p is its recent success rate, and never
-    in less than `explore`: rates change while the policy learns. An unknown rate counts as one
-    half, so that every arm is tried first.
+    The variance of a binary reward is p (1 - p), where p is the success rate. An arm is chosen with
+    a weight of 4 p (1 - p), p being its recent success rate, and of `explore` at least, because
+    rates change while the policy learns. An untried arm counts as p = 1/2, so it has the largest
+    weight.
 
     Raises:
         ConfigError: an argument is out of its range.
     """
 
     success_reward: float = 1.0
-    """The reward from which on a member has succeeded."""
+    """A member with at least this reward has succeeded."""
     explore: float = 0.1
-    """The least weight of an arm; the best arm has 1."""
+    """The smallest weight of an arm; the largest is 1."""
     memory: float = 8.0
-    """About how many groups of an arm count."""
+    """About how many of an arm's latest groups its success rate is taken over."""
     _option: str = field(default="", init=False)
     _arms: Sequence[Any] = field(default=(), init=False)
     _outcomes: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
@@ -77,7 +78,7 @@ class SuccessRateCurriculum:
             raise ConfigError(f"curriculum success-rate: memory = {self.memory:g} is below 1 group")
 
     def prepare(self, env: TextEnv | TaskSource, split: str) -> None:
-        """Choose among difficulties if there are any, else among tasks; or raise ConfigError."""
+        """Use the environment's difficulties as arms, else its tasks, else raise ConfigError."""
         if difficulties := getattr(env, "difficulties", ()):
             self._option, self._arms = "difficulty", difficulties
             return
@@ -95,7 +96,7 @@ class SuccessRateCurriculum:
         self._option, self._arms = "index", range(num_tasks)
 
     def choose(self, rng: random.Random) -> Mapping[str, Any]:
-        """Draw arms evenly until one is accepted, with its weight as the probability."""
+        """Draw arms uniformly until one is accepted, with its weight as the probability."""
         while True:
             arm = self._arms[rng.randrange(len(self._arms))]
             if rng.random() < self._weight(arm):
@@ -105,9 +106,10 @@ class SuccessRateCurriculum:
         """Count the group's successes and failures."""
         arm = options[self._option]
         num_right = sum(reward >= self.success_reward - _TOLERANCE for reward in rewards_G)
-        kept = 1 - 1 / self.memory
+        discount = 1 - 1 / self.memory
         right, wrong = self._outcomes.get(arm, (0.0, 0.0))
-        self._outcomes[arm] = (kept * right + num_right, kept * wrong + len(rewards_G) - num_right)
+        num_wrong = len(rewards_G) - num_right
+        self._outcomes[arm] = (discount * right + num_right, discount * wrong + num_wrong)
 
     def success_rate(self, arm: Any) -> float:
         """Return the recent success rate of an arm; one half while little is known."""

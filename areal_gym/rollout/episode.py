@@ -4,15 +4,16 @@
         episode.ask(messages)   bridge ids -> engine -> sampled ids -> text -> Message
         episode.act(message)    environment -> StepResult
 
-The transcript is append-only: first prompt, sampled ids, bridge, sampled ids, ... The engine is
-always given the whole of it, so a training row made of the spans is exactly what the engine saw
-and sampled. Where history is rewritten, by the agent or by the chat template, a new branch begins
-with a prompt of its own (see `areal_gym.chat.Dialogue`); the old one is kept and trained on.
+The token transcript is append-only: first prompt, sampled ids, bridge, sampled ids, ... (a bridge
+is the tokens between two sampled turns). Each engine call gets the whole transcript, so a training
+row made of the spans is exactly what the engine saw and sampled. When the agent or the chat
+template rewrites history, a new branch begins with its own prompt (see `areal_gym.chat.Dialogue`);
+the old branch is kept and trained on.
 
-Limits. A turn that `max_new_tokens` cuts is still handed to the environment, which grades what was
-written; but the episode ends there, with `MAX_TOKENS`: the policy did not end its turn itself. The
-episode also ends with `MAX_TOKENS` when the context has no room for another turn. Both truncations
-are kept and trained on. A failure is recorded at the boundary where it happened.
+Limits: a turn that `max_new_tokens` cuts off is still handed to the environment, which grades it,
+but the episode ends there with `MAX_TOKENS`, because the policy did not end its turn itself. The
+episode also ends with `MAX_TOKENS` when the context has no room for another turn. Both kinds of
+truncated episodes are kept and trained on. A failure is recorded at the boundary where it happened.
 """
 
 from __future__ import annotations
@@ -69,23 +70,25 @@ async def play_episode(
     timeout_s: float | None = None,
     in_flight: InFlight | None = None,
 ) -> Trajectory:
-    """Play one episode and return what happened; failures are recorded, not raised.
+    """Play one episode and return its trajectory; failures are recorded in it, not raised.
 
     Args:
-        env: one instance, used by this episode alone while it lasts.
-        agent: decides how the policy is asked.
-        engine: samples the policy.
-        renderer: messages to ids.
-        options: for `env.reset`, such as `{"task": task}` or `{"split": "test", "index": 3}`.
-        seed: of the environment and of sampling.
-        params: how to sample; `seed` and `stop_token_ids` are set here.
-        trajectory_id: a name for files, as `group_id`.
-        env_id: the registered id, as `agent_id`; the class's name by default.
-        timeout_s: wall-clock limit; beyond it the episode has failed (`TIMEOUT`).
-        in_flight: counters to keep up to date.
+        env: the environment instance; no other episode may use it meanwhile.
+        agent: decides how the policy is prompted.
+        engine: samples from the policy.
+        renderer: turns messages into token ids.
+        options: passed to `env.reset`: `{"task": task}` or `{"split": "test", "index": 3}`.
+        seed: seeds the environment and sampling.
+        params: sampling parameters; this function sets `seed` and `stop_token_ids`.
+        trajectory_id: the trajectory's id in files.
+        group_id: the group's id in files.
+        env_id: the environment's registered id; by default the name of its class.
+        agent_id: the agent's registered id.
+        timeout_s: the wall-clock limit in seconds; an episode that exceeds it fails (`TIMEOUT`).
+        in_flight: counters that this function keeps up to date.
 
     Raises:
-        UsageError: the request itself is wrong (no such split, roles that the template refuses).
+        UsageError: the request is invalid (no such split, roles that the template refuses).
     """
     require_no_agent(env, agent_id)
     params = params or SamplingParams()
@@ -98,7 +101,7 @@ async def play_episode(
     finally:
         episode.close()
         try:
-            await episode.of_env(env.aclose, "aclose")
+            await episode.call_env(env.aclose, "aclose")
         except EpisodeError as error:
             recorder.fail(error)
         finally:
@@ -123,10 +126,10 @@ async def _play_to_end(
     timeout_s: float | None,
 ) -> None:
     engine = episode.recorder.engine
-    num_outages = getattr(engine, "num_outages", 0)  # isinstance of a protocol takes its time
+    num_outages = getattr(engine, "num_outages", 0)  # isinstance of a protocol is slow
     try:
         async with asyncio.timeout(timeout_s) as episode.deadline:
-            _, info = await episode.of_env(reset, "reset")
+            _, info = await episode.call_env(reset, "reset")
             await episode.begin(info["messages"])
             if episode.is_over:
                 return
@@ -142,7 +145,7 @@ async def _play_to_end(
     except EpisodeError as error:
         episode.recorder.fail(error)
     except _EpisodeOver:
-        with suppress(EpisodeError):  # it is recorded
+        with suppress(EpisodeError):  # `conclude` has recorded it
             await episode.conclude()
     except TimeoutError:
         failure: EpisodeError = EpisodeTimeoutError(f"the episode took more than {timeout_s:g} s")
@@ -158,7 +161,7 @@ class _EpisodeOver(Exception):
 
 
 class _RecordedEpisode:
-    """The `Episode` that an agent plays; samples, acts and records everything."""
+    """Implements the agent's `Episode`: samples, acts in the environment, records everything."""
 
     def __init__(self, env: TextEnv, recorder: Recorder, group_id: str) -> None:
         self.env = env
@@ -172,7 +175,7 @@ class _RecordedEpisode:
         self._acting = asyncio.Lock()
         self._tool_runs = ToolRuns()
 
-    # ---- what the agent sees ------------------------------------------------------------------
+    # ---- the agent's side: see `Episode` ------------------------------------------------------
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -215,27 +218,27 @@ class _RecordedEpisode:
         turn = turn or self.recorder.turn_of(message, self.env.role)
         start = time.perf_counter()
         try:
-            result = await self.of_env(partial(self.env.astep, message), "step")
+            result = await self.call_env(partial(self.env.astep, message), "step")
         finally:
             turn.env_s += time.perf_counter() - start
             turn.tool_s += self.env.tool_s
         result = self.recorder.add_step(turn, result)
         if turn.finish_reason is FinishReason.LENGTH:
             await self.conclude()
-        return await play_fixed_roles(self.env, self.recorder, result, self.of_env)
+        return await play_fixed_roles(self.env, self.recorder, result, self.call_env)
 
     async def begin(self, messages: Sequence[Message]) -> None:
-        """Open the episode; fixed roles play until it is the policy's turn."""
+        """Record the first messages; fixed roles play until it is the policy's turn."""
         step = StepResult("", 0.0, False, False, {"messages": messages})
-        step = await play_fixed_roles(self.env, self.recorder, step, self.of_env)
+        step = await play_fixed_roles(self.env, self.recorder, step, self.call_env)
         self.first_messages = step.info["messages"]
 
     async def conclude(self) -> None:
-        """Let the environment grade the episode as it stands, unless it has ended it itself."""
+        """Let the environment grade an episode that it has not ended itself."""
         record, stop_reason = self.recorder, self.recorder.stop_reason
         if not record.turns or record.error is not None:
             return
-        result = await self.of_env(self.env.aconclude, "conclude")
+        result = await self.call_env(self.env.aconclude, "conclude")
         if result is not None:
             record.add_step(record.turns[-1], result)
             record.stop_reason = stop_reason or record.stop_reason
@@ -251,7 +254,7 @@ class _RecordedEpisode:
         return self._session
 
     async def program_place(self) -> ProgramPlace | None:
-        return await self.of_env(self.env.program_place, "program_place")
+        return await self.call_env(self.env.program_place, "program_place")
 
     async def call_tool(self, call_id: str) -> str:
         message = None if self._session is None else self._session.message_with(call_id)
@@ -328,7 +331,7 @@ class _RecordedEpisode:
             return Task(id="unknown", data={})
 
     def close(self) -> None:
-        """Cancel tools that run, close the endpoint, and free the engine's cache."""
+        """Cancel running tools, close the gateway session, and free the engine's cache."""
         self._tool_runs.cancel()
         if self._session is not None:
             self._session.close()
@@ -336,8 +339,8 @@ class _RecordedEpisode:
 
     # ---- failures -----------------------------------------------------------------------------
 
-    async def of_env(self, call: Callable[[], Awaitable[_T]], name: str) -> _T:
-        """Call the environment, counted as in flight; blame its failures on it."""
+    async def call_env(self, call: Callable[[], Awaitable[_T]], name: str) -> _T:
+        """Call the environment, count the call as in flight, and attribute failures to it."""
         self.recorder.in_flight.env += 1
         try:
             return await call()
@@ -349,13 +352,13 @@ class _RecordedEpisode:
             self.recorder.in_flight.env -= 1
 
     def blame(self, error: BaseException, boundary: type[EpisodeError], name: str) -> None:
-        """Record the failure of a call, once; the caller raises it again.
+        """Record the failure of a call, once; the caller raises the error again.
 
-        An `EpisodeError` keeps its own attribution (a sandbox that fails inside an environment is
-        the sandbox's failure). A `UsageError` does not fail the episode and passes.
+        An `EpisodeError` keeps its own boundary (a sandbox that fails inside an environment is the
+        sandbox's failure). A `UsageError` does not fail the episode.
 
         Raises:
-            EpisodeError: of the boundary, in place of any other exception.
+            EpisodeError: the boundary's error, in place of any other exception.
         """
         if isinstance(error, UsageError | ContextFullError | _EpisodeOver):
             return
@@ -366,7 +369,7 @@ class _RecordedEpisode:
         self.recorder.fail(error)
 
     def blame_agent(self, error: BaseException) -> None:
-        """Blame the agent, unless the policy could not answer it over HTTP."""
+        """Attribute an error to the agent, unless the policy's failure over HTTP caused it."""
         try:
             if isinstance(error, Exception):
                 self._raise_cause(error)
@@ -376,7 +379,7 @@ class _RecordedEpisode:
         self.blame(error, AgentError, "play")
 
     def _raise_cause(self, error: Exception) -> None:
-        """Raise what made an agent fail that calls the policy over HTTP, if it is not at fault."""
+        """Raise what made an agent fail that calls the policy over HTTP, if it is not to blame."""
         session, record = self._session, self.recorder
         if session is None or isinstance(error, _EpisodeOver):
             return

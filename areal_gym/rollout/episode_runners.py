@@ -1,7 +1,7 @@
 """Runs single episodes: in this process, or in others (`areal_gym.distributed`).
 
-The caller decides which episodes are played and what becomes of them: admission, staleness,
-journal, filters, retries. An `EpisodeRunner` turns one request into one trajectory.
+An `EpisodeRunner` turns one request into one trajectory. Its caller decides which episodes are
+played, and about admission, staleness, the journal, filters and retries.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from areal_gym.types import Task, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetup:
-    """The environment, agent and engine of a run; the engine is started already."""
+    """The environment, agent and engine of a run. The engine has been started."""
 
     env_factory: Callable[[], TextEnv]
     """Makes one environment instance."""
     agent: Agent
-    """One object that plays all episodes; its state is shared by them."""
+    """The agent that plays all episodes; they share its state."""
     engine: Engine
     renderer: Renderer
     env_id: str | None = field(default=None, kw_only=True)
@@ -37,17 +37,17 @@ class EpisodeSetup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeRequest:
-    """One episode that is to be played."""
+    """One episode to play."""
 
     task: Task
     seed: int
-    """The seed of the environment and of sampling."""
+    """Seeds the environment and sampling."""
     trajectory_id: str
     group_id: str
 
 
 PlayEpisode = Callable[[TextEnv, EpisodeRequest], Awaitable[Trajectory]]
-"""Plays one episode in an environment instance of its own; failures are recorded, not raised."""
+"""Plays one episode in the given environment instance; failures are recorded, not raised."""
 
 
 class EpisodeRunner(Protocol):
@@ -55,10 +55,10 @@ class EpisodeRunner(Protocol):
 
     @property
     def in_flight(self) -> Occupancy:
-        """The number of episodes that are being played, and what they wait for."""
+        """The number of episodes in flight, and what they wait for."""
 
     async def play(self, request: EpisodeRequest) -> Trajectory:
-        """Play one episode; failures are recorded, but a request that is wrong is a UsageError."""
+        """Play one episode; failures are recorded, but an invalid request is a UsageError."""
 
 
 def play_with_engine(
@@ -94,10 +94,10 @@ def play_with_engine(
 
 
 class EnvPool:
-    """Holds as many environment instances as were ever in use at once.
+    """Keeps environment instances for reuse: as many as were ever in use at once.
 
     `reset` makes a used instance as good as new, and `play_episode` has released what its episode
-    held. An instance whose episode failed is in an unknown state: simply do not give it back.
+    held. Do not give back an instance whose episode failed: its state is unknown.
     """
 
     def __init__(self, factory: Callable[[], TextEnv]) -> None:
@@ -105,7 +105,7 @@ class EnvPool:
         self._free: list[TextEnv] = []
 
     def take(self) -> TextEnv:
-        """Take an instance out of the pool; make one if none is free."""
+        """Take an instance from the pool, or make one if none is free."""
         return self._free.pop() if self._free else self._factory()
 
     def give_back(self, env: TextEnv) -> None:
@@ -114,10 +114,10 @@ class EnvPool:
 
 
 class LocalEpisodeRunner:
-    """Plays episodes on this event loop, in environments of a pool.
+    """Plays episodes on this event loop, in environments from a pool.
 
-    An instance goes back to the pool when its episode did not fail; `play` keeps the counters
-    `in_flight` up to date.
+    An instance returns to the pool unless its episode failed. `play` keeps the counters `in_flight`
+    up to date.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class LocalEpisodeRunner:
     def for_training(
         cls, setup: EpisodeSetup, config: RolloutConfig, envs: EnvPool | None = None
     ) -> LocalEpisodeRunner:
-        """Return a runner of training episodes; the caller replays those that an outage ends.
+        """Return a runner of training episodes. Its caller replays episodes that an outage ended.
 
-        `envs` is a pool to share; by default the runner has one of its own.
+        `envs` is a pool to share; by default the runner has its own.
         """
         if isinstance(setup.engine, InterruptedEngine):
             setup.engine.fails_lost_turns = True
@@ -150,7 +150,7 @@ class LocalEpisodeRunner:
         return cls(envs or EnvPool(setup.env_factory), play, in_flight)
 
     async def play(self, request: EpisodeRequest) -> Trajectory:
-        """Play one episode in an instance of the pool, as `EpisodeRunner.play` does."""
+        """Play one episode in an instance from the pool, as `EpisodeRunner.play` does."""
         env = self._envs.take()
         trajectory = await self._play(env, request)
         if not trajectory.stop_reason.is_failure:

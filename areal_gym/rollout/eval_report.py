@@ -39,68 +39,68 @@ class RoleScore:
     pass_at_1: Interval
     reward: float
     is_fixed: bool
-    """Whether another policy played it than the one that is measured."""
+    """Whether a policy other than the measured one played this role."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class EvalReport:
-    """The results of an evaluation. An episode succeeds if its reward reaches `success_reward`."""
+    """The results of an evaluation. An episode with at least `success_reward` is a success."""
 
     env_id: str
     split: str
     policy_versions: tuple[int, ...]
-    """Versions that sampled; more than one if weights were published meanwhile."""
+    """Versions that sampled; several if weights were published during the evaluation."""
     temperature: float
     num_tasks: int
     """Tasks with at least one scored episode."""
     num_samples: int
-    """Episodes per task that were asked for."""
+    """Requested episodes per task."""
     num_episodes: int
     """Scored episodes."""
     num_failed: int
-    """Episodes that failed; excluded from every other number."""
+    """Episodes that failed; they are excluded from all other numbers."""
     pass_at_k: Mapping[int, Interval]
-    """Estimates with 95% intervals over tasks (see `pass_at_k_interval`)."""
+    """Estimates by k, with 95% intervals over tasks (see `pass_at_k_interval`)."""
     task_versions: tuple[str, ...]
-    """Versions of the data set, where tasks have `task.data["version"]`."""
+    """Versions of the data set, if its tasks have `task.data["version"]`."""
     pass_hat_k: Mapping[int, float]
-    """pass^k: the chance that all of k episodes of one task succeed, mean over the tasks."""
+    """pass^k by k: the chance that k episodes of one task all succeed, averaged over tasks."""
     reward: float
     reward_parts: Mapping[str, float]
     """Means over the episodes."""
     reward_interval: Interval
-    """The mean reward over the tasks with its 95% interval (Student's t over the tasks' means)."""
+    """The mean reward over tasks, with its 95% interval (Student's t on the tasks' means)."""
     metrics: Mapping[str, float]
-    """The environment's own metrics, means over the episodes that have them."""
+    """The environment's own metrics, averaged over the episodes that have them."""
     mean_turns: float
     mean_policy_tokens: float
     stop_reasons: Mapping[str, int]
     """All episodes, failures included."""
     errors: Mapping[str, int]
-    """The most common error messages of failed episodes, at most five."""
+    """How often failed episodes had each error message; the five most common ones."""
     wall_s: float
     by_env: Mapping[str, EnvScore] = field(default_factory=dict)
-    """Results of each environment of a mix, by name; empty without a mix."""
+    """Results of each environment of a mix, by name; empty if it is not a mix."""
     by_role: Mapping[str, RoleScore] = field(default_factory=dict)
     """Results of each role, by name; empty in environments without roles."""
     trajectories: tuple[Trajectory, ...] = field(default=(), repr=False, compare=False)
-    """All episodes, task by task, failed ones at the end; not in `to_dict`."""
+    """All episodes, ordered by task, with failed ones at the end; not in `to_dict`."""
 
     @property
     def failures(self) -> list[Trajectory]:
-        """Episodes that failed, and failed again when they were retried."""
+        """Episodes whose retries failed as well."""
         return [t for t in self.trajectories if t.stop_reason.is_failure]
 
     @property
     def num_unasked(self) -> int:
-        """Episodes whose first prompt filled the context: the policy was never asked."""
+        """Episodes whose first prompt filled the context, so that the policy was never asked."""
         return sum(
             not t.turns and t.stop_reason is StopReason.MAX_TOKENS for t in self.trajectories
         )
 
     @property
     def pass_at_1(self) -> Interval:
-        """The share of episodes that succeed."""
+        """The share of episodes that succeeded."""
         return self.pass_at_k[1]
 
     def __repr__(self) -> str:
@@ -132,11 +132,11 @@ class EvalReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary; `pass@1` and the like are keys of their own."""
+        """Return a JSON-ready dictionary, in which `pass@1`, `pass@2`, ... are separate keys."""
         row = {"env": self.env_id} | {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("env_id", "pass_at_k", "pass_hat_k", "trajectories", "reward_interval"):
             del row[name]
-        bounds = self.reward_interval[1:]  # fewer than five tasks say nothing
+        bounds = self.reward_interval[1:]  # infinite with fewer than five tasks
         low, high = (bound if math.isfinite(bound) else None for bound in bounds)
         row |= {"reward_low": low, "reward_high": high}
         row |= {name: list(row[name]) for name in ("task_versions", "policy_versions")}
@@ -158,12 +158,12 @@ class EvalReport:
         return row
 
     def to_text(self) -> str:
-        """Return a table for people."""
-        how = f"temperature {self.temperature:g}" if self.temperature > 0 else "greedy"
+        """Return the report as a table of text."""
+        sampling = f"temperature {self.temperature:g}" if self.temperature > 0 else "greedy"
         version = f" of version {', '.join(self.task_versions)}" if self.task_versions else ""
         lines = [
             f"{self.env_id} {self.split}: {self.num_tasks} tasks{version} x {self.num_samples}, "
-            f"{how}, {self.wall_s:.1f} s",
+            f"{sampling}, {self.wall_s:.1f} s",
             "",
             f"{'':<20}{'mean':>8}   95% interval",
         ]
@@ -181,7 +181,7 @@ class EvalReport:
         numbers = {"reward": self.reward}
         numbers |= {f"  {name}": value for name, value in self.reward_parts.items()}
         numbers["turns"] = self.mean_turns
-        if self.mean_policy_tokens:  # policies that answer with texts have no tokens
+        if self.mean_policy_tokens:  # policies that answer in text have no tokens
             numbers["tokens sampled"] = self.mean_policy_tokens
         numbers |= self.metrics
         lines += [f"{name:<20}{value:>8.3f}" for name, value in numbers.items()]
@@ -218,7 +218,7 @@ def _interval_line(name: str, interval: Interval) -> str:
 def make_report(
     trajectories: Sequence[Trajectory], *, num_samples: int, success_reward: float, **facts: Any
 ) -> EvalReport:
-    """Return the report of episodes, `num_samples` of each task; `facts` are further fields."""
+    """Return the report of episodes, `num_samples` per task; `facts` are its other fields."""
     scored = [
         [t for t in trajectories[i : i + num_samples] if not t.stop_reason.is_failure]
         for i in range(0, len(trajectories), num_samples)

@@ -1,4 +1,4 @@
-"""Measures a policy on held-out tasks: pass@1, pass@k, and why episodes ended."""
+"""Measures a policy on held-out tasks: pass@1, pass@k, and the reasons why episodes ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from areal_gym.rollout.scheduler import run_jobs
 from areal_gym.types import Task, Trajectory
 
 _TASK, _EPISODE = 2, 3
-"""Streams of seeds; 0 and 1 are the training runner's."""
+"""Streams of seeds; streams 0 and 1 belong to the training runner."""
 
 
 async def measure(
@@ -48,27 +48,33 @@ async def measure(
 ) -> EvalReport:
     """Play tasks 0 to `num_tasks - 1` of the split, `num_samples` episodes each.
 
-    The tasks depend on the split only; a split with fewer tasks than asked for is played whole.
-    `seed` is that of sampling and of the environment's own chance.
+    Which tasks are played depends on the split only. A split with fewer tasks is played whole.
 
     Args:
         env_factory: makes one environment instance.
-        play: plays one episode; `max_in_flight` at once, `max_retries` more if they fail.
-        temperature: of sampling, for the report.
+        play: plays one episode.
+        temperature: the sampling temperature, for the report.
+        split: the split whose tasks are played.
+        num_tasks: the number of tasks.
         num_samples: episodes per task; pass@k and pass^k are estimated for powers of two up to it.
-        max_failure_rate: above this share of failures the evaluation stops.
-        outage_patience_s: how long servers or sandboxes may be gone before it stops.
-        success_reward: the reward from which on an episode counts as a success.
-        on_progress: called with (episodes done, episodes in all).
+        max_in_flight: the most episodes at once.
+        max_retries: how often a failed episode is tried again.
+        max_failure_rate: the evaluation stops if a larger share of episodes fails.
+        outage_patience_s: the evaluation stops if servers or sandboxes are gone for longer.
+        success_reward: an episode with at least this reward counts as a success.
+        seed: seeds sampling and the environments.
+        env_id: the environment's id, for the report; by default the name of its class.
+        on_progress: called with (episodes done, episodes in total).
         on_trajectory: called with every attempt that ends, failures included.
         on_begin: called with the number of episodes, before the first one.
         on_sample: called with a task's index, the sample's number and its last attempt.
-        kept: episodes that are done already, by index and number: they are not played.
+        kept: episodes from an earlier evaluation, by (task index, sample number), which are not
+            played again.
 
     Raises:
-        DataError: an episode in `kept` is of another task than this split has in its place.
+        DataError: the split's task at some index is not the one that the episode in `kept` played.
         NothingToDoError: the split is empty.
-        FailureBudgetError: too many episodes fail for the numbers to mean anything.
+        FailureBudgetError: too many episodes failed for the numbers to mean anything.
         UsageError: the environment has no such split.
     """
     start_s = time.perf_counter()
@@ -127,7 +133,7 @@ def _requests(
     ]
 
 
-def _ignore(*facts: object) -> None:
+def _ignore(*args: object) -> None:
     pass
 
 
@@ -158,12 +164,16 @@ async def play_all(
     on_done: Callable[[int, Trajectory], None] | None = None,
     done: Mapping[int, Trajectory] | None = None,
 ) -> list[Trajectory]:
-    """Play a fixed list of episodes; return the last attempt of each, in the order of the list.
+    """Play a list of episodes; return the last attempt of each, in the order of the list.
 
-    `requests` has for each episode a function from the number of the attempt to its request;
-    `failures` decides which failed episodes are tried again, by default none; `on_done` is called
-    with the place and the last attempt of each. Episodes in `done` have been played already. The
-    other arguments are those of `measure`.
+    The arguments that are not listed are those of `measure`.
+
+    Args:
+        requests: for each episode, a function from the attempt's number to its request.
+        episodes: plays one episode.
+        failures: decides which failed episodes are tried again; by default none.
+        on_done: called with the index and the last attempt of each episode.
+        done: episodes that have been played already, by index.
 
     Raises:
         FailureBudgetError: `failures` ends the evaluation.
@@ -194,10 +204,10 @@ async def play_all(
 
 
 async def first_tasks(envs: EnvPool, split: str, num_tasks: int, max_in_flight: int) -> list[Task]:
-    """Return the first tasks of the split, or all when there are fewer; no seed changes them.
+    """Return the first tasks of the split, or all if it has fewer; they depend on no seed.
 
     Raises:
-        EpisodeError: the environment failed to reset, three times in a row.
+        EpisodeError: the environment failed to reset three times in a row.
         NothingToDoError: the split is empty.
         UsageError: the environment has no such split.
     """

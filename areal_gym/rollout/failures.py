@@ -1,15 +1,16 @@
-"""Decides what a failed episode costs: another attempt, a pause, or the end of the run.
+"""Decides what follows a failed episode: another attempt, a pause, or the end of the run.
 
-A broken run should stop soon; a server that is being restarted should not end the run. Time tells
-them apart, not number, for an outage fails everything in flight at once:
+A broken run should stop soon, but a server restart should not end the run. An outage fails all
+episodes in flight at once, so the number of failures does not tell the two apart; time does:
 
-    no episode has ever completed       broken: stops as soon as the budget is spent
-    failures among completed episodes   counted; more than `max_rate` of the window stops the run
-    episodes completed, now all fail    an outage: counts as an eighth of the window at most, failed
-                                        episodes are retried after growing pauses, and after a
-                                        minute the run stops
-    episodes come back as lost          their server, worker or sandbox is gone: retried at no cost,
-                                        until `outage_patience_s` is over
+    no episode has ever completed       broken: the run stops as soon as the budget is spent
+    some episodes complete, some fail   failures are counted; the run stops if they are more than
+                                        `max_rate` of the window
+    episodes completed, now all fail    an outage: counts as an eighth of the window at most; failed
+                                        episodes are retried after growing pauses; the run stops
+                                        after a minute
+    episodes are lost                   their server, worker or sandbox is gone: they are retried at
+                                        no cost; the run stops after `outage_patience_s`
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from areal_gym.errors import FailureBudgetError
 from areal_gym.types import StopReason, Trajectory
 
 PATIENCE_S = 60.0
-"""How long all episodes may fail. Servers load a model in less; people notice about then."""
+"""How many seconds all episodes may fail. Servers load a model in less."""
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.5, 10.0
 _WAVES = 4
-"""The failure budget counts this many times the episodes in flight: one failing server fails them
-all, and then once more those that are tried again at once."""
+"""The window of the failure budget is this many times the episodes in flight: one failing server
+fails them all, and then the ones that are retried at once."""
 
 _HINTS = {
     StopReason.ENV_ERROR: "look for the cause with: areal-gym check ENV, "
@@ -49,7 +50,7 @@ _INFRASTRUCTURE = {StopReason.ENGINE_ERROR, StopReason.SANDBOX_ERROR, StopReason
 
 
 def is_infrastructure_failure(trajectory: Trajectory) -> bool:
-    """Return whether neither the environment nor the agent is at fault."""
+    """Return whether infrastructure failed, and neither the environment nor the agent."""
     return trajectory.is_lost or trajectory.stop_reason in _INFRASTRUCTURE
 
 
@@ -58,18 +59,18 @@ class Outcome(Enum):
 
     COMPLETED = auto()
     FAILED = auto()
-    """It may be tried again, as often as retries are left."""
+    """The attempt failed, and may be repeated while retries are left."""
     LOST = auto()
-    """An outage ended it: it is tried again at no cost."""
+    """An outage ended the attempt; it is repeated at no cost."""
     FINAL = auto()
-    """It failed and must not be tried again."""
+    """The attempt failed and must not be repeated."""
 
 
 class FailureBudget:
-    """Watches the share of failures among the newest episodes: `max_rate` of `window` is tolerated.
+    """Watches the share of failures among the latest episodes: `max_rate` of `window` is tolerated.
 
-    A rate of 1 tolerates any, but no lasting outage. The window is several times the episodes in
-    flight, for one failing server fails them all.
+    A rate of 1 tolerates all failures except a lasting outage. The window should be several times
+    the episodes in flight, because one failing server fails them all.
     """
 
     def __init__(
@@ -86,16 +87,16 @@ class FailureBudget:
 
     @property
     def is_outage(self) -> bool:
-        """Whether all episodes fail now, though some completed before."""
+        """Whether all episodes fail now, although some completed before."""
         return self._has_succeeded and self._num_in_a_row > self._window // 8
 
     @property
     def pause_s(self) -> float:
-        """Seconds to wait before a failed episode is retried: half the outage so far."""
+        """Seconds to wait before a failed episode is retried: half of the outage so far."""
         return _pause_s(self._clock() - self._failing_since) if self.is_outage else 0.0
 
     def record(self, stop_reason: StopReason, error: str | None = None) -> None:
-        """Count one episode; raise FailureBudgetError if the budget is spent."""
+        """Count one episode; raise FailureBudgetError when the budget is spent."""
         if not stop_reason.is_failure:
             self._recent.append(stop_reason)
             self._has_succeeded = True
@@ -128,9 +129,12 @@ class FailureBudget:
 
 
 class Outage:
-    """Measures how long episodes have been lost, and ends the run when that is too long.
+    """Measures how long episodes have been lost, and ends the run when it is too long.
 
-    `engine_outage_s` returns for how long the engine has had no server; 0 while it has one.
+    Args:
+        patience_s: the longest outage, in seconds.
+        clock: returns the time in seconds.
+        engine_outage_s: returns for how many seconds the engine has had no server; 0 if it has one.
     """
 
     def __init__(
@@ -149,22 +153,22 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """The age of the outage; 0 when there is none."""
+        """The duration of the current outage; 0 if there is none."""
         own_s = 0.0 if self._since_s is None else self._clock() - self._since_s
         return max(own_s, self._engine_outage_s())
 
     @property
     def hold_s(self) -> float:
-        """The seconds for which no episode should start."""
+        """Seconds until episodes may start again; 0 if they may start now."""
         return max(0.0, self._hold_until_s - self._clock())
 
     @property
     def pause_s(self) -> float:
-        """Seconds to wait before a lost episode is retried: half the outage so far."""
+        """Seconds to wait before a lost episode is retried: half of the outage so far."""
         return _pause_s(self.seconds)
 
     def hold(self, seconds: float) -> None:
-        """Let no episode start for so long."""
+        """Let no episode start for this many seconds."""
         self._hold_until_s = max(self._hold_until_s, self._clock() + seconds)
 
     def lost(self, error: str | None) -> None:
@@ -184,16 +188,19 @@ class Outage:
         )
 
     def end(self) -> None:
-        """Record that an episode has completed."""
+        """End the outage, because an episode has completed."""
         self._since_s = None
         self._hold_until_s = 0.0
 
 
 class FailurePolicy:
-    """Counts attempts at episodes, and decides whether they are tried again.
+    """Counts attempts at episodes, and decides whether they are repeated.
 
-    The budget is for failures that count, the outage for lost episodes. `waits` says whether a
-    failed episode is tried again only after the budget's pause.
+    Args:
+        budget: counts failures.
+        outage: measures how long episodes have been lost.
+        max_retries: how often a failed episode is retried; lost ones do not count.
+        waits: whether a failed episode is retried only after the budget's pause.
     """
 
     def __init__(
@@ -238,14 +245,15 @@ class FailurePolicy:
             self.outage.lost(error)
             return Outcome.LOST
         self.budget.record(reason, error)
-        # Another attempt would select by reward.
+        # Retrying an episode because of its reward would select by reward.
         return Outcome.FINAL if reason is StopReason.REWARD_ERROR else Outcome.FAILED
 
     async def attempt(self, attempt: Callable[[int], Awaitable[Outcome]]) -> bool:
-        """Make attempts, number 0 first, until one is completed, final, or no retries are left.
+        """Make attempts until one is completed or final, or no retries are left.
 
-        The number grows with failures that count, so that a lost episode is played again with the
-        seed it had. Returns whether an attempt was completed.
+        `attempt` is called with a number that starts at 0 and grows with each failure that counts,
+        so that a lost episode is played again with the same seed. Returns whether an attempt was
+        completed.
         """
         number = 0
         while number <= self._max_retries:

@@ -1,13 +1,13 @@
 """Filters reject finished groups that are not worth training on.
 
-A group whose members all earned the same has no advantage to learn from: its place in the batch
-would be empty. The runner counts rejected groups, never trains on them, and starts others in
-their place ("dynamic sampling", DAPO, arXiv 2503.14476).
+A group whose members all have the same reward has no advantage, so it would waste its place in the
+batch. The runner counts rejected groups, never trains on them, and starts others instead ("dynamic
+sampling", DAPO, arXiv 2503.14476).
 
 A filter is a class; a run's settings name its keyword arguments::
 
     class ShortOnly:
-        def __init__(self, most: int = 100) -> None: ...
+        def __init__(self, max_tokens: int = 100) -> None: ...
         def reject(self, group): return "too-long" if ... else None
 """
 
@@ -25,19 +25,20 @@ _TOLERANCE = 1e-9
 
 
 class GroupFilter(Protocol):
-    """Judges groups by their content alone, so that runs can be repeated."""
+    """Decides whether a group is trained on, by its content alone, so that runs are repeatable."""
 
     def reject(self, group: Group) -> str | None:
-        """Return why the group is not trained on, in one word; None keeps it.
+        """Return in one word why the group is rejected, or None to keep it.
 
-        The word becomes part of a metric's name: use few different ones.
+        The word becomes part of a metric's name, so use few different ones.
         """
 
 
 def rejection(filters: Mapping[str, GroupFilter], group: Group) -> str | None:
-    """Return the first filter that rejects the group, as "filter/reason"; None: all keep it.
+    """Return the first filter that rejects the group, as "filter/reason"; None if all keep it.
 
-    In episodes of several roles, each role's trajectories are a group, and all must be rejected.
+    In episodes of several roles, each role's trajectories form a group, and a filter rejects the
+    episode's group only if it rejects the groups of all roles.
     """
     parts = groups_by_role(group)
     for id, group_filter in filters.items():
@@ -48,7 +49,7 @@ def rejection(filters: Mapping[str, GroupFilter], group: Group) -> str | None:
 
 
 class ZeroVarianceFilter:
-    """Rejects groups whose members all earned the same."""
+    """Rejects groups whose members all have the same reward."""
 
     def reject(self, group: Group) -> str | None:
         """Return "all-equal" if all rewards are the same."""
@@ -58,9 +59,9 @@ class ZeroVarianceFilter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuccessRateFilter:
-    """Keeps groups whose share of successes lies between `low` and `high`, bounds excluded.
+    """Keeps groups whose success rate lies strictly between `low` and `high`.
 
-    The defaults keep groups that are solved by some members and not by all.
+    The defaults keep groups that some, but not all, members solve.
 
     Raises:
         ConfigError: the band is empty, or not inside 0 to 1.
@@ -69,7 +70,7 @@ class SuccessRateFilter:
     low: float = 0.0
     high: float = 1.0
     success_reward: float = 1.0
-    """The reward from which on a member has succeeded."""
+    """A member with at least this reward has succeeded."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high <= 1:

@@ -16,22 +16,24 @@ async def play_fixed_roles(
     env: TextEnv,
     recorder: Recorder,
     result: StepResult,
-    of_env: Callable[[Callable[[], Awaitable[Any]], str], Awaitable[Any]],
+    call_env: Callable[[Callable[[], Awaitable[Any]], str], Awaitable[Any]],
 ) -> StepResult:
-    """Play until it is the policy's turn, or the episode is over; return the last step.
+    """Play fixed roles until it is the policy's turn or the episode is over; return the last step.
 
-    `result` is the step so far, and `of_env` calls the environment and attributes its failures. A
-    server or an engine that plays a role fails as engines do: the group is played again.
+    `result` is the latest step, and `call_env` calls the environment and attributes its failures. A
+    server or engine that plays a fixed role fails as engines do: the group is played again.
     """
     while not recorder.is_over and (role := env.role) is not None and role in env.fixed_roles:
         seed, start_s = derive_seed(recorder.seed, len(recorder.turns), 2), time.perf_counter()
-        answer = await of_env(partial(env.fixed_roles[role].answer, env, seed), f"the role {role}")
+        answer = await call_env(
+            partial(env.fixed_roles[role].answer, env, seed), f"the role {role}"
+        )
         message: Message = {"role": "assistant", "content": answer}
         engine_s = time.perf_counter() - start_s
         turn = recorder.add_fixed_turn(role, result.info["messages"], message, engine_s)
         recorder.unread = ()
         start_s = time.perf_counter()
-        result = await of_env(partial(env.astep, answer), "step")
+        result = await call_env(partial(env.astep, answer), "step")
         turn.env_s += time.perf_counter() - start_s
         result = recorder.add_step(turn, result)
     return result

@@ -1,9 +1,9 @@
-"""Groups as small JSON objects, and back, exactly.
+"""Converts groups to compact JSON objects and back, exactly.
 
-The run directory's `trajectories/*.jsonl` are for people; this format is for the journal, and for
-episodes played in other processes: it must cost little beside playing. Token ids (int32) and
-log-probabilities (float64) are base64 of little-endian arrays: a tenth of the time of writing
-them as digits, and exact.
+The run directory's `trajectories/*.jsonl` are for people; this format is for the journal and for
+episodes played in other processes, so it must be cheap. Token ids (int32) and log-probabilities
+(float64) are base64 of little-endian arrays, which is exact and takes a tenth of the time of
+writing digits.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from areal_gym.types import Group, Task, TokenSpan, Trajectory, Turn
 from areal_gym.utils.packed_numbers import Floats, Ints
 
 
-def _names(cls: type, *apart: str) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(cls) if field.name not in apart)
+def _names(cls: type, *excluded: str) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls) if field.name not in excluded)
 
 
 _PLAIN = _names(Trajectory, "task", "spans", "turns")
 _SPAN = _names(TokenSpan, "token_ids", "logprobs", "routed_experts", "images")
 _FLOATS = ("logprobs", "teacher_logprobs")
-"""Columns of the policy's tokens; either all of its spans have them, or none."""
+"""Columns of the policy's tokens; either all or none of its spans have them."""
 _TURN = _names(Turn)
 _plain_of, _span_of, _turn_of = attrgetter(*_PLAIN), attrgetter(*_SPAN), attrgetter(*_TURN)
 
 
 def pack_group(group: Group) -> dict[str, Any]:
-    """Return a group as a JSON object, once mappings are made plain; see `unpack_group`."""
+    """Return a group as a JSON object for `dump_row`; `unpack_group` is the inverse."""
     return {
         "id": group.id,
         "task": group.task.to_dict(),
@@ -61,7 +61,7 @@ def unpack_trajectory(row: Mapping[str, Any], task: Task) -> Trajectory:
 
 
 class _Base64(str):
-    """A text in which JSON escapes nothing: its characters need not be looked at one by one."""
+    """Marks a text that needs no escaping in JSON, so that its characters are not examined."""
 
     __slots__ = ()
 
@@ -69,9 +69,9 @@ class _Base64(str):
 def dump_row(row: Mapping[str, Any]) -> str:
     """Return an object as one line of JSON.
 
-    The items of its lists, and of the lists of objects in it, are encoded one by one, because the
-    encoder holds Python's lock all the time: with a group of long trajectories in one call, the
-    event loop of a run stood still.
+    List items, and the lists of objects in them, are encoded one by one. The encoder holds the
+    interpreter's lock during a call: a group of long trajectories in one call would stall the
+    event loop.
     """
     return "".join(_texts(row))
 
@@ -134,7 +134,7 @@ def _unpack(packed: Mapping[str, Any], task: Mapping[str, Any]) -> Trajectory:
 
 
 def _span_values(span: TokenSpan, columns: Container[str]) -> Iterator[Any]:
-    """Yield a span's values but for those that are in `columns`."""
+    """Yield a span's values, with None for those that are in `columns`."""
     for name, value in zip(_SPAN, _span_of(span), strict=True):
         if isinstance(value, Floats):
             is_in_column = name in columns and span.origin == "policy"
@@ -144,7 +144,7 @@ def _span_values(span: TokenSpan, columns: Container[str]) -> Iterator[Any]:
 
 
 def _spans(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the spans of a packed row, which loses the numbers of its tokens."""
+    """Yield the spans of a packed row; removes the columns of token values from the row."""
     ids = Ints.from_text(row.pop("token_ids"))
     columns = {name: Floats.from_text(row.pop(name)) for name in _FLOATS if name in row}
     start, starts = 0, dict.fromkeys(columns, 0)

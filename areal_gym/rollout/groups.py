@@ -7,19 +7,19 @@
       |         +----------------> dropped, by a filter: "zero-variance/all-equal", ...
       +---------+----------------> dropped, "failed": no task, or too few members completed
 
-    issued       has a number and options, and its task is being drawn
-    running      its members are played; failed members are retried one by one
+    issued       has a number and reset options; its task is being drawn
+    running      its members are being played; failed members are retried one by one
     ready        is complete, was accepted by the filters, and waits for the trainer
-    handed out   is in a batch; trained once the version that is made of the batch is published
+    handed out   is in a batch; it is trained once the version made from the batch is published
 
-While the engine serves `version`, so many groups may start (docs/asynchrony.md):
+While the engine serves `version`, this many groups may start (docs/asynchrony.md):
 
     (max_staleness + version + 1) * batch_groups - (groups handed out so far + ready + running)
 
-Groups that an outage hits are played again, whole, with the seeds they had: keeping the members
-that had ended before would favour short episodes. Where everything in flight was lost, groups that
-are ready and had started after the first lost one are played again as well: whether a group is kept
-then depends on when it started, and not on how long it took.
+A group that an outage hits is played again as a whole, with the same seeds: keeping the members
+that had completed would favour short episodes. If the outage ended every episode in flight, ready
+groups that had started after the first lost group are played again as well. Whether a group is kept
+then depends on when it started, not on how long it took.
 
 The journal, if there is one, records each change before it takes effect.
 """
@@ -42,11 +42,12 @@ from areal_gym.rollout.task_scheduler import TaskScheduler
 from areal_gym.types import Group, Task, Trajectory
 
 _MIN_REJECTED, _MIN_BATCHES = 64, 8
-"""Groups, and batches' worth of them, that filters may reject in a row. When one group in twenty is
-kept, 64 rejections in a row happen by chance in 4 of 100 cases, 128 in one of 700."""
+"""The run stops after this many rejected groups in a row: the larger of a number of groups, and a
+number of batches' worth of groups. If one group in twenty is kept, 64 rejections in a row happen by
+chance in 4 of 100 cases, and 128 in one of 700."""
 _MAX_REPLAYS = 4
-"""How often a group is played again, whole, because of infrastructure failures while other episodes
-complete. After that the group itself is the likely cause, and its members fail one by one."""
+"""How often infrastructure failures replay a whole group while other episodes complete. After that,
+the group itself is the likely cause, and its members fail one by one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,43 +59,47 @@ class RunningGroup:
     """The task that all members play."""
     size: int
     num_open: int = 0
-    """Members that still play, or wait for a slot."""
+    """Members that are being played or wait for a slot."""
     members: list[tuple[int, Trajectory]] = field(default_factory=list)
     """Members that completed, by number."""
     is_void: bool = False
-    """Whether no member may be trained on: a reward was not a finite number."""
+    """Whether the group must not be trained on, because a reward was not a finite number."""
     round: int = 0
-    """How often it was played again, whole; results of earlier rounds do not count."""
+    """How often the whole group was played again; results of earlier rounds do not count."""
     num_replays: int = 0
     """How often it was played again while other episodes completed."""
     num_completed_before: int = 0
     """Episodes of the run that had completed when this round started."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Members that play."""
+    """The asyncio tasks of members that are being played."""
 
     def __post_init__(self) -> None:
         self.num_open = self.size
 
     @property
     def id(self) -> str:
-        """The group's name in files."""
+        """The group's id in files."""
         return f"g{self.index:06d}"
 
     @property
     def has_begun(self) -> bool:
-        """Whether any member plays or has ended."""
+        """Whether any member is being played or has ended."""
         return bool(self.tasks) or self.num_open < self.size
 
     def trajectory_id(self, member: int, attempt: int) -> str:
-        """Return the name of one attempt of a member; every attempt has its own."""
+        """Return the id of one attempt of a member; every attempt has its own."""
         replay = f"-replay{self.round}" if self.round else ""
         retry = f"-retry{attempt}" if attempt else ""
         return f"{self.id}-{member}{replay}{retry}"
 
     def may_replay(self, num_completed: int, *, is_lost: bool) -> bool:
-        """Return whether an infrastructure failure replays the group; a culprit is not forever.
+        """Return whether an infrastructure failure may replay the whole group.
 
-        `num_completed` episodes of the run have completed; `is_lost`: an outage ended the member.
+        A group that keeps failing while others complete is not replayed for ever.
+
+        Args:
+            num_completed: episodes of the run that have completed.
+            is_lost: whether an outage ended the member.
         """
         has_worked = num_completed > 0 or is_lost
         if self.num_completed_before != num_completed or not has_worked:
@@ -102,7 +107,7 @@ class RunningGroup:
         return self.num_replays <= _MAX_REPLAYS
 
     def begin_again(self) -> None:
-        """Forget the members that completed, and cancel those that play."""
+        """Start a new round: forget completed members, and cancel those that are being played."""
         self.round += 1
         self.is_void = False
         self.num_open = self.size
@@ -112,7 +117,7 @@ class RunningGroup:
         self.tasks = set()
 
     def complete(self) -> Group:
-        """Return the finished group of the members that completed."""
+        """Return the finished group, made of the members that completed."""
         self.members.sort(key=itemgetter(0))
         members = tuple(trajectory for _, trajectory in self.members)
         num_failed = self.size - len(members)
@@ -122,25 +127,29 @@ class RunningGroup:
 class _ReadyGroup(NamedTuple):
     group: Group
     oldest_version: int | None
-    """Computed once: batches are asked for at the end of every episode."""
+    """Computed once, because batches are requested at the end of every episode."""
     since_s: float
 
 
 @dataclass(slots=True)
 class _OutageExtent:
-    """Groups in flight when an outage was noticed: was everything lost, or only a part?"""
+    """Tells whether an outage lost every group in flight, or only some of them."""
 
     since: int
-    """The first group that was hit; later groups that are ready may have been favoured."""
+    """The first group that was hit; ready groups with higher numbers may have been favoured."""
     at_risk: set[int]
-    """Groups that were in flight and may still be hit."""
+    """Groups that were in flight at the beginning and may still be hit."""
 
 
 class GroupTracker:
-    """Keeps the state of all groups; the runner plays their episodes.
+    """Tracks the state of all groups; the runner plays their episodes.
 
-    The engine serves `version`: so many batches were trained on. The `journal` of an interrupted
-    run is taken over.
+    Args:
+        config: group and batch sizes, and the limit on staleness.
+        tasks: decides which task each group plays.
+        version: the policy version that the engine serves, which is the number of trained batches.
+        filters: reject complete groups, by name.
+        journal: records each change; the groups that it holds from an interrupted run are restored.
     """
 
     def __init__(
@@ -159,18 +168,18 @@ class GroupTracker:
         self.running: dict[int, RunningGroup] = {}
         self._ready: dict[int, _ReadyGroup] = {}
         self._handed_out: deque[tuple[int, list[int]]] = deque()
-        """Batches that may not have been trained on yet: for which step, and their groups."""
+        """Batches that may still be untrained: the step that each is for, and its groups."""
         self._num_batches = version
-        """Batches handed out, those of the run before an interruption included."""
+        """Batches handed out, including those before an interruption."""
         self.counts: Counter[str] = Counter()
-        """Groups by what became of them."""
+        """Groups by the states that they have reached."""
         self.rejected: Counter[str] = Counter()
         """Groups that filters rejected, by "filter/reason"."""
         self._rejected_in_a_row: Counter[str] = Counter()
         self._outage: _OutageExtent | None = None
-        """While the extent of an outage is not known, no batch is handed out."""
+        """No batch is handed out while the extent of an outage is unknown."""
         if journal is not None:
-            self._take_over(journal)
+            self._restore(journal)
 
     @property
     def num_ready(self) -> int:
@@ -179,7 +188,7 @@ class GroupTracker:
 
     @property
     def oldest_ready_s(self) -> float:
-        """The time that the first of them has waited; 0 when there is none."""
+        """Seconds that the first started of them has waited; 0 if there is none."""
         if not self._ready:
             return 0.0
         return time.monotonic() - self._ready[min(self._ready)].since_s
@@ -193,7 +202,7 @@ class GroupTracker:
     # ---- issued -> running -> ready -----------------------------------------------------------
 
     def issue(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Issue a group: its number and its reset options. None: a curriculum has to wait."""
+        """Issue a group: return its number and reset options; None if a curriculum must wait."""
         issued = self._tasks.next()
         if issued is not None:
             if self._journal is not None:
@@ -203,7 +212,7 @@ class GroupTracker:
         return issued
 
     def start(self, index: int, task: Task) -> RunningGroup:
-        """Start an issued group, whose task was drawn."""
+        """Start an issued group whose task has been drawn."""
         self.issued.discard(index)
         group = RunningGroup(index, task, self._config.group_size)
         self.running[index] = group
@@ -213,7 +222,7 @@ class GroupTracker:
         """Finish a group with enough members; the filters decide whether it is trained on.
 
         Raises:
-            TrainError: they have rejected too many in a row, or the journal's disk is full.
+            TrainError: the filters rejected too many groups in a row, or the disk is full.
         """
         index = running.index
         self._survived_outage(index)
@@ -231,7 +240,7 @@ class GroupTracker:
         self._rejected_in_a_row.clear()
 
     def fail(self, index: int) -> None:
-        """Drop a group that has no task, or too few members."""
+        """Drop a group that has no task or too few members."""
         self._survived_outage(index)
         self._tasks.finished(index, None)
         self._drop(index, "failed")
@@ -242,11 +251,11 @@ class GroupTracker:
     # ---- ready -> handed out -> trained -------------------------------------------------------
 
     def hand_out(self, version: int) -> list[Group] | None:
-        """Return the next batch under `version`, or None while there is not enough.
+        """Return the next batch under `version`, or None if too few groups are ready.
 
         Groups are taken in the order in which they were *started*. In the order in which they
-        finish, slow groups would always come last and be dropped as too old, so that the policy
-        would be trained on quick episodes only. It also makes batches reproducible.
+        finish, slow groups would always come last and be dropped as stale, so the policy would
+        train on quick episodes only. Start order also makes batches reproducible.
         """
         if self._outage is not None:
             return None
@@ -267,9 +276,9 @@ class GroupTracker:
         return [self._ready.pop(index).group for index in batch]
 
     def state(self, version: int) -> dict[str, Any]:
-        """Return which groups are trained or dropped and which are not, fit for JSON.
+        """Return which groups are settled (trained or dropped), as JSON values.
 
-        A batch is trained when the version that was made of it is published.
+        A batch is trained once the version made from it is published.
         """
         self._settle(version)
         untrained = [index for _, indices in self._handed_out for index in indices]
@@ -278,9 +287,9 @@ class GroupTracker:
     # ---- outages: running or ready -> running -------------------------------------------------
 
     def interrupt(self, group: RunningGroup, *, is_lost: bool) -> list[RunningGroup]:
-        """Begin the group of a member again that failed, or (`is_lost`) that an outage ended.
+        """Begin a group again, one of whose members failed or was lost to an outage (`is_lost`).
 
-        Returns the groups to play again, whole: this one, and those that the outage has favoured.
+        Returns the groups to play again as a whole: this one, and those that the outage favoured.
         """
         index = group.index
         if self._outage is not None:
@@ -297,7 +306,7 @@ class GroupTracker:
 
     def _survived_outage(self, index: int) -> None:
         if self._outage is not None and index in self._outage.at_risk:
-            self._outage = None  # only a part of the groups in flight was lost
+            self._outage = None  # only some of the groups in flight were lost
 
     def _take_back(self, since: int) -> list[RunningGroup]:
         taken_back = []
@@ -312,15 +321,15 @@ class GroupTracker:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _take_over(self, journal: Journal) -> None:
+    def _restore(self, journal: Journal) -> None:
         known = journal.take_known()
         end = max(known, default=-1) + 1
         unsettled = self._tasks.unsettled(end)
         entries = {index: known[index] for index in unsettled if index in known}
-        over = {index: entry for index, entry in entries.items() if entry.group or entry.dropped}
+        ended = {index: entry for index, entry in entries.items() if entry.group or entry.dropped}
         options = {index: entry.options for index, entry in entries.items()}
-        self._tasks.resume(options, [index for index in unsettled if index not in over], end)
-        for index, entry in over.items():
+        self._tasks.resume(options, [index for index in unsettled if index not in ended], end)
+        for index, entry in ended.items():
             self._tasks.finished(index, entry.rewards_G)
             if (group := entry.group) is not None:
                 self._ready[index] = _ReadyGroup(group, group.oldest_version, time.monotonic())
@@ -337,10 +346,11 @@ class GroupTracker:
         self._rejected_in_a_row[reason] += 1
         num_rejected = self._rejected_in_a_row.total()
         if num_rejected >= max(_MIN_REJECTED, _MIN_BATCHES * self._config.batch_groups):
-            each = ", ".join(f"{n} by {why}" for why, n in self._rejected_in_a_row.most_common())
+            counts = self._rejected_in_a_row.most_common()
+            reasons = ", ".join(f"{count} by {reason}" for reason, count in counts)
             raise TrainError(
                 f"the filters rejected {num_rejected} groups in a row, and nothing is left to "
-                f"train on: {each}",
+                f"train on: {reasons}",
                 hints=[
                     "look at what the policy does: trajectories/eval-*.jsonl of the run directory",
                     "give it tasks that it solves sometimes: another level or data set, or "
@@ -356,5 +366,5 @@ class GroupTracker:
 
 
 def is_fresh(oldest: int | None, version: int, max_staleness: int) -> bool:
-    """Return whether a group may be trained on whose oldest token `oldest` sampled."""
+    """Return whether a group may be trained on whose oldest token was sampled by `oldest`."""
     return oldest is None or version - oldest <= max_staleness

@@ -1,20 +1,21 @@
-"""The journal keeps the state of every group on disk: a killed run loses none, trains none twice.
+"""Keeps each group's state on disk, so that a killed run loses no group and trains none twice.
 
     issued -> scored -> taken          handed to the trainer; trained once a checkpoint holds it
        |         +----> dropped        too old
        +--------------> dropped        failed, or rejected by a filter
 
-One line per change in `journal.jsonl`, written at once, so that it survives a killed process. Only
-complete groups are written whole, so the cost does not grow with turns or history.
+Each change is one line in `journal.jsonl`, written at once, so that it survives a killed process.
+Only complete groups are written with their trajectories, so the cost does not grow with turns or
+history.
 
-A checkpoint says which groups are trained or dropped (`RolloutRunner.state()`). All others are
-looked up here when a run is resumed: complete ones are trained on as they are, even if an update
-that was lost had used them; unfinished ones are played again; dropped ones stay dropped. So
-`checkpoint`, once it is saved, deletes the lines of the groups that are settled.
+A checkpoint says which groups are settled: trained or dropped (`RolloutRunner.state()`). A resumed
+run looks up all others here. Complete groups are trained on as they are, even if an update that was
+lost had used them; unfinished groups are played again; dropped groups stay dropped. Once a
+checkpoint is saved, `Journal.checkpoint` deletes the lines of settled groups.
 
-Lines are not synced to the disk one by one: a power cut may cost the newest, and their groups are
-then played again. So it is with the lines that a `BackgroundJournal` has not written when its
-process is killed.
+Lines are not synced to disk one by one: a power cut may lose the newest ones, and their groups are
+played again. The same holds for lines that a `BackgroundJournal` has not written when its process
+is killed.
 """
 
 from __future__ import annotations
@@ -38,28 +39,27 @@ from areal_gym.utils.files import MOST_BYTES, append_bytes, readable_disk_errors
 
 @dataclass(slots=True)
 class KnownGroup:
-    """The entry of one group."""
+    """What the journal knows about one group."""
 
     options: Mapping[str, Any]
     """The options that its task was drawn with."""
     group: Group | None = None
-    """Its trajectories, when it is complete and was not dropped."""
+    """Its trajectories, if it is complete and was not dropped."""
     dropped: str | None = None
-    """Why it was dropped."""
+    """The reason why it was dropped."""
     rewards_G: Sequence[float] | None = None
     """The rewards of its members, if known."""
 
 
 class Journal:
-    """An append-only file of the states of groups. It has one writer; a context manager.
+    """An append-only file of the states of groups, with one writer; also a context manager.
 
     Args:
-        file: `journal.jsonl` of a run directory; made when there is none. A line that a killed
-            process has not finished, and everything after it, is cut off and kept in
-            `journal.jsonl.torn`.
+        file: `journal.jsonl` of a run directory; created if missing. A line that a killed process
+            has left incomplete, and everything after it, is moved to `journal.jsonl.torn`.
 
     Raises:
-        TrainError: the disk is full or not writable, here and in every method that writes.
+        TrainError: the disk is full or not writable. All methods that write raise it, too.
     """
 
     def __init__(self, file: Path) -> None:
@@ -81,29 +81,29 @@ class Journal:
             os.ftruncate(self._descriptor, self._size)
 
     def take_known(self) -> dict[int, KnownGroup]:
-        """Return the groups that the file had when it was opened, by number; only once."""
+        """Return the groups that the file held when it was opened, by number; only once."""
         known, self._known = self._known, {}
         return known
 
     # ---- for the runner ----------------------------------------------------------------
 
     def issued(self, index: int, options: Mapping[str, Any]) -> None:
-        """Record that a group is being played."""
+        """Record that a group has started."""
         self._record(index, {"event": "issued", "group": index, "options": options})
 
     def scored(self, index: int, group: Group) -> None:
-        """Record that a group is complete, and waits to be trained on."""
+        """Record that a group is complete and waits to be trained on."""
         self._record(index, {"event": "scored", "group": index, "packed": pack_group(group)})
 
     def dropped(self, index: int, reason: str, rewards_G: Sequence[float] | None = None) -> None:
         """Record that a group will never be trained on."""
         row = {"event": "dropped", "group": index, "reason": reason, "rewards": rewards_G}
-        # Its trajectories are not needed any more: of the older lines, the first is enough.
+        # Its trajectories are not needed any more, so the first of its lines is enough.
         self._lines[index] = self._lines.get(index, [])[:1]
         self._record(index, row)
 
     def taken(self, indices: Iterable[int], step: int) -> None:
-        """Record that groups were handed to the trainer, for this step."""
+        """Record that groups were handed to the trainer for this step."""
         self._record(None, {"event": "taken", "step": step, "groups": list(indices)})
 
     # ---- for the trainer --------------------------------------------------------------
@@ -115,7 +115,7 @@ class Journal:
         with readable_disk_errors(self.file):
             temporary.unlink(missing_ok=True)
             new = Journal(temporary)
-            new.file = self.file  # what errors name
+            new.file = self.file  # the path that errors name
             try:
                 for index in sorted(self._lines):
                     if index >= state["next_group"] or index in unfinished:
@@ -153,7 +153,7 @@ class Journal:
                 if os.write(self._descriptor, line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except TrainError:
-            os.ftruncate(self._descriptor, self._size)  # half a line would be glued to the next one
+            os.ftruncate(self._descriptor, self._size)  # else the next line would follow half a one
             raise
         if index is not None:
             self._lines.setdefault(index, []).append((self._size, len(line)))
@@ -187,10 +187,10 @@ class Journal:
 
 
 class BackgroundJournal(Journal):
-    """A journal whose lines a thread writes, in order: the event loop never waits for the disk.
+    """A journal whose lines a thread writes, in order, so that the event loop never waits for disk.
 
     Raises:
-        TrainError: a line before could not be written, in every method that writes.
+        TrainError: an earlier line could not be written. All methods that write raise it.
     """
 
     def __init__(self, file: Path) -> None:
@@ -198,11 +198,11 @@ class BackgroundJournal(Journal):
         self._writer = BackgroundWriter("journal")
 
     def issued(self, index: int, options: Mapping[str, Any]) -> None:
-        """Record that a group is being played."""
+        """Record that a group has started."""
         self._writer.start(partial(super().issued, index, options))
 
     def scored(self, index: int, group: Group) -> None:
-        """Record that a group is complete, and waits to be trained on."""
+        """Record that a group is complete and waits to be trained on."""
         self._writer.start(partial(super().scored, index, group))
 
     def dropped(self, index: int, reason: str, rewards_G: Sequence[float] | None = None) -> None:
@@ -210,7 +210,7 @@ class BackgroundJournal(Journal):
         self._writer.start(partial(super().dropped, index, reason, rewards_G))
 
     def taken(self, indices: Iterable[int], step: int) -> None:
-        """Record that groups were handed to the trainer, for this step."""
+        """Record that groups were handed to the trainer for this step."""
         self._writer.start(partial(super().taken, list(indices), step))
 
     def checkpoint(self, state: Mapping[str, Any]) -> None:
@@ -222,6 +222,6 @@ class BackgroundJournal(Journal):
         self._writer.finish()
 
     def close(self) -> None:
-        """Close the file, once every line is written. Idempotent."""
+        """Close the file after every line is written. Idempotent."""
         self._writer.close()
         super().close()

@@ -1,9 +1,9 @@
-"""Rollouts that depend on nothing but the seed, to the last bit.
+"""Makes rollouts depend on the seed only, to the last bit.
 
 The last digits of a matrix product depend on the size of its batch, and which turns share a batch
 depends on when tools answer. Here turns are sampled in waves: when every episode in flight waits
 for the engine, all their turns are sampled together, in an order that the seeds decide. This is
-slower than a batch that is refilled all the time.
+slower than a batch that is refilled continuously.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class TogetherEngine(Engine, Protocol):
     """An engine that can sample a given batch of turns."""
 
     async def generate_together(self, turns: Sequence[_Turn]) -> list[Generation]:
-        """Sample all of these turns, in one batch from the first step on."""
+        """Sample all of these turns as one batch."""
 
 
 _Turn = (
     tuple[Sequence[int], SamplingParams, str]
     | tuple[Sequence[int], SamplingParams, str, Sequence[ImageRef]]
 )
-"""The ids of a prompt, how to sample, the session, and the pictures if there are any."""
+"""A prompt's ids, the sampling parameters, the session, and the images if there are any."""
 
 
 class Lockstep:
-    """An engine that samples the turns of all `num_playing()` episodes in waves, by `engine`.
+    """Wraps an engine and samples the turns of all `num_playing()` episodes together, in waves.
 
     Raises:
-        ConfigError: the engine decides its batches itself.
+        ConfigError: the engine cannot sample a given batch.
     """
 
     def __init__(self, engine: Engine, num_playing: Callable[[], int]) -> None:
@@ -60,16 +60,16 @@ class Lockstep:
 
     @property
     def max_context(self) -> int:
-        """The most tokens of a prompt and its answer."""
+        """The most tokens that a prompt and its answer may have together."""
         return self._engine.max_context
 
     @property
     def takes_images(self) -> bool:
-        """Whether the engine's policy sees pictures."""
+        """Whether the policy accepts images."""
         return bool(getattr(self._engine, "takes_images", False))
 
     async def start(self) -> None:
-        """Do nothing: the engine behind it has been started."""
+        """Do nothing: the wrapped engine has been started."""
 
     async def generate(
         self,
@@ -79,7 +79,7 @@ class Lockstep:
         session: str | None = None,
         images: Sequence[ImageRef] = (),
     ) -> Generation:
-        """Wait until all episodes in flight wait, and sample; raise EngineError if that fails."""
+        """Sample once all episodes in flight wait for the engine; raise EngineError on failure."""
         generation: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         turn = prompt_ids, params, session or ""
         self._waiting[generation] = (*turn, images) if images else turn
@@ -88,14 +88,14 @@ class Lockstep:
         try:
             return await generation
         finally:
-            self._waiting.pop(generation, None)  # its episode was cancelled
+            self._waiting.pop(generation, None)  # still there if the episode was cancelled
 
     def release(self, session: str) -> None:
-        """Let the engine forget what it has cached for a session."""
+        """Let the engine drop the cache of a session."""
         self._engine.release(session)
 
     async def aclose(self) -> None:
-        """End the waves; the engine behind continues."""
+        """Stop sampling; the wrapped engine stays open."""
         if self._waves is not None:
             self._waves.cancel()
             await asyncio.gather(self._waves, return_exceptions=True)
@@ -105,7 +105,7 @@ class Lockstep:
             if len(self._waiting) < self._num_playing():
                 await asyncio.sleep(_POLL_S)  # an episode is in the environment, or about to start
                 continue
-            # An episode's seed is its own, and a turn's comes from it.
+            # A turn's seed comes from its episode's seed, so this order does not depend on time.
             wave = dict(sorted(self._waiting.items(), key=lambda item: item[1][1].seed or 0))
             self._waiting.clear()
             try:

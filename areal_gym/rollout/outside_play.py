@@ -1,4 +1,4 @@
-"""Episodes that run in code of others: environments that play themselves, and their failures."""
+"""Episodes whose loop is in another library, and the failures of code that is not ours."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from areal_gym.errors import UsageError
 
 @runtime_checkable
 class PlaysItself(Protocol):
-    """An environment that another library plays, by its own loop, and that needs a policy only."""
+    """An environment whose episodes another library plays with its own loop, given a policy."""
 
     max_policy_calls: int
 
     async def play_outside(self, base_url: str, api_key: str) -> None:
-        """Play the episode to its end; its outcome is the next response."""
+        """Play the episode to its end; the result of the next `step` holds its outcome."""
 
 
 async def play_outside(episode: Episode, env: PlaysItself) -> None:
-    """Let the environment play the episode itself, with the policy at the gateway."""
+    """Let the environment play the episode itself and call the policy at the gateway."""
     endpoint = await episode.access(max_calls=env.max_policy_calls)
     await env.play_outside(endpoint.base_url, endpoint.api_key)
     await episode.finish("")
 
 
 def require_no_agent(env: TextEnv, agent_id: str) -> None:
-    """Raise UsageError if an agent was asked to play an environment that plays itself."""
+    """Raise UsageError if an agent was chosen for an environment that plays itself."""
     if agent_id != "chat" and isinstance(env, PlaysItself):
         raise UsageError(
             f"{type(env).__name__} plays its episodes itself: no agent can", hints=["--agent chat"]
@@ -36,10 +36,11 @@ def require_no_agent(env: TextEnv, agent_id: str) -> None:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether an exception fails the episode: not the run's own cancellation, nor Ctrl-C.
+    """Return whether an exception fails the episode, unlike the run's own cancellation or Ctrl-C.
 
-    Libraries that behave like a program exit, or raise a `BaseException`: those fail the episode.
-    A cancellation that was not requested for this task is the agent's or environment's own.
+    Libraries that are written as programs call `sys.exit` or raise a `BaseException`, which fails
+    the episode. A `CancelledError` fails it as well if this task was not cancelled: it is the
+    agent's or the environment's own.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""The trainer's source of batches: plays groups of episodes and hands them out.
+"""Plays groups of episodes and hands batches of them to the trainer.
 
     tasks -> [room?] -> running -> [filters] -> ready -> [fresh?] -> batch
                ^           |           |                    |          |
@@ -7,8 +7,8 @@
                +------- version + 1, published to the engine ----------+
 
 `GroupTracker` has the states of groups, `EpisodeScheduler` the slots, `FailurePolicy` the retries.
-With `max_staleness = 0` exactly one batch of groups is started per version (and one more for each
-that is dropped): the synchronous algorithm.
+With `max_staleness = 0` exactly one batch of groups starts per version (plus one group for each
+that is dropped), which is the synchronous algorithm.
 """
 
 from __future__ import annotations
@@ -47,32 +47,33 @@ from areal_gym.types import Group, StopReason, Task, Trajectory
 _TASK, _EPISODE = 0, 1
 """Streams of seeds."""
 _POLL_S = 0.02
-"""Engines do not announce a new version; while only that makes room, it is checked this often."""
+"""Seconds between checks for a new version, which engines do not announce."""
 
 
 class RolloutRunner:
-    """The trainer's source of batches. Use it as an asynchronous context manager.
+    """Plays groups of episodes and hands batches to the trainer; an async context manager.
 
-    Task k of seed s is always the same task, unless a curriculum chooses. Siblings share the task;
-    their seeds differ. Nothing runs until the first `next_batch`.
+    Task k of seed s is always the same task, unless a curriculum chooses. Siblings share a task;
+    their seeds differ. Nothing runs before the first `next_batch`.
 
     Args:
-        setup: the parts of all episodes. The engine of a resumed run has its version already.
+        setup: the parts of all episodes. In a resumed run, the engine has the run's version.
         config: sizes and limits.
-        seed: of tasks, environments and sampling.
-        split: whose tasks are played.
+        seed: seeds tasks, environments and sampling.
+        split: the split whose tasks are played.
         curriculum: chooses the options that tasks are drawn with.
         filters: reject complete groups, by name; the first that rejects decides.
-        journal: records what becomes of every group. The journal of an interrupted run is taken
-            over: its complete groups need not be played again.
+        journal: records every group's state. If it holds groups of an interrupted run, they are
+            restored, so that complete ones need not be played again.
         on_trajectory: called with every episode that ends, failures included. An exception that it
             raises stops the runner.
         on_dropped_task: called with the id of a task that is dropped, and its verifier's error.
         state: what `state()` of the interrupted run returned. Without it, a run that starts at
             version v continues after the tasks of v whole batches.
-        is_deterministic: sample in waves that depend on the seed only (see `Lockstep`).
-        episode_runner: plays the episodes, with an agent, an engine and a renderer of its own; by
-            default they are played in this process.
+        is_deterministic: whether turns are sampled in waves that depend on the seed only (see
+            `Lockstep`).
+        episode_runner: plays the episodes with its own agent, engine and renderer; by default they
+            are played in this process.
 
     Raises:
         ConfigError: the environment gives the curriculum nothing to choose from, or the engine
@@ -128,22 +129,21 @@ class RolloutRunner:
             config, lambda: getattr(setup.engine, "outage_s", 0.0)
         )
         self._queue: deque[tuple[RunningGroup, int, int]] = deque()
-        """Members that wait for a slot: (group, member, round); first started first."""
+        """Members that wait for a slot: (group, member, round), in the order of their groups."""
         self._has_replays = False
-        """Whether members that are played again stand at the end of the queue."""
+        """Whether members of replayed groups are at the end of the queue."""
         self._counts: Counter[str] = Counter()
         self._num_failed_in_a_row = 0
-        """Groups that failed since the last one that did not."""
+        """Groups that failed since the last group that did not."""
         self._start_s = time.perf_counter()
 
-    # ---- the trainer's side -------------------------------------------------------------------
+    # ---- for the trainer ----------------------------------------------------------------------
 
     async def next_batch(self) -> list[Group]:
-        """Return the next `batch_groups` complete, fresh groups, first started first.
+        """Return the next `batch_groups` complete, fresh groups, in the order of their start.
 
-        The trainer publishes a new version between batches: only that makes room for new groups.
-        `max_staleness + 1` batches can be taken in advance; one more waits until a version is
-        published.
+        Only a new version makes room for new groups, so publish one between batches.
+        `max_staleness + 1` batches can be taken before that; one more waits.
 
         Raises:
             FailureBudgetError: too many episodes fail, or no group completes at all.
@@ -160,12 +160,12 @@ class RolloutRunner:
             await self._scheduler.changed()
 
     def stats(self) -> RolloutStats:
-        """Return a snapshot, for metrics and for a live display."""
+        """Return a snapshot for metrics and the live display."""
         engine_s, env_s, agent_s = self.in_flight.integrals()
         version = self._engine.policy_version
         groups, failures = self._groups, self._failures
-        fates = ("started", "accepted", "failed", "stale", "restored")
-        counted = ("episodes", "retries", "lost", "replayed_groups", "tokens")
+        group_counts = ("started", "accepted", "failed", "stale", "restored")
+        episode_counts = ("episodes", "retries", "lost", "replayed_groups", "tokens")
         return RolloutStats(
             policy_version=version,
             elapsed_s=time.perf_counter() - self._start_s,
@@ -181,8 +181,8 @@ class RolloutRunner:
             num_groups=groups.counts["handed_out"],
             num_groups_rejected=dict(groups.rejected),
             num_dropped_tasks=len(self._broken.dropped),
-            **{f"num_groups_{fate}": groups.counts[fate] for fate in fates},
-            **{f"num_{name}": self._counts[name] for name in counted},
+            **{f"num_groups_{name}": groups.counts[name] for name in group_counts},
+            **{f"num_{name}": self._counts[name] for name in episode_counts},
             outage_s=failures.outage.seconds,
             outage_patience_s=failures.outage.patience_s,
             num_failures=dict(failures.num_failures),
@@ -192,12 +192,12 @@ class RolloutRunner:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs to lose no group and train none twice; fit for JSON."""
+        """Return, as JSON values, what a resumed run needs to lose no group and repeat none."""
         state = self._groups.state(self._engine.policy_version)
         return {**state, "dropped_tasks": self._broken.dropped} if self._broken.dropped else state
 
     async def aclose(self) -> None:
-        """Cancel what is in flight and wait until it has ended. Idempotent."""
+        """Cancel all episodes in flight and wait until they have ended. Idempotent."""
         self._scheduler.stop(InfrastructureError("the rollout runner was closed"))
         self._queue.clear()
         await self._scheduler.aclose()
@@ -232,7 +232,7 @@ class RolloutRunner:
         if num_taken >= self.config.max_in_flight:
             return math.inf
         if self._lockstep is not None and num_drawing:
-            return math.inf  # whichever task came first would be sampled first
+            return math.inf  # which group is sampled first must not depend on whose draw ends first
         issued = self._groups.issue()
         if issued is None:
             return math.inf
@@ -244,7 +244,7 @@ class RolloutRunner:
         self._queue.extend((group, member, group.round) for member in range(group.size))
 
     def _sort_queue(self) -> None:
-        """Move groups that are played again to the front, for they were started first."""
+        """Move replayed groups to the front of the queue, because they were started first."""
         self._has_replays = False
         current = [job for job in self._queue if job[2] == job[0].round]
         self._queue = deque(sorted(current, key=lambda job: (job[0].index, job[1])))
@@ -257,7 +257,7 @@ class RolloutRunner:
             self._enqueue(self._groups.start(index, task))
 
     async def _draw_task(self, index: int, options: Mapping[str, Any]) -> Task | None:
-        """Return the task of group `index`; None when the environment fails to give one."""
+        """Return the task of group `index`, or None if the environment fails to give one."""
         options = {"split": self._split, **options}
         task = await self._draw_once(derive_seed(self._seed, _TASK, index), options)
         num_draws = 1
@@ -309,7 +309,7 @@ class RolloutRunner:
                 group_id=group.id,
             )
             trajectory = await self._episodes.play(request)
-            if group.round != round:  # the whole group is played again already
+            if group.round != round:  # another member's failure has replayed the group
                 return Outcome.FINAL
             self._counts["retries"] += number > 0 or round > 0
             return self._record(group, member, trajectory)
@@ -328,7 +328,7 @@ class RolloutRunner:
         self._broken.record(trajectory)
         outcome = self._failures.record(trajectory)
         if group.task.id in self._broken:
-            outcome = Outcome.FINAL  # also of siblings that have a reward
+            outcome = Outcome.FINAL  # even for siblings that have a reward
         if outcome is Outcome.COMPLETED:
             group.members.append((member, trajectory))
         elif outcome is Outcome.FINAL:
@@ -344,7 +344,7 @@ class RolloutRunner:
                 budget, outage = self._failures.budget, self._failures.outage
                 outage.hold(outage.pause_s if is_lost else budget.pause_s)
                 return Outcome.FINAL
-            return Outcome.FAILED  # the group itself is the likely cause: it costs a retry
+            return Outcome.FAILED  # the group is the likely cause, so this attempt costs a retry
         return outcome
 
     def _finish_group(self, group: RunningGroup) -> None:
@@ -362,7 +362,7 @@ class RolloutRunner:
         self._num_failed_in_a_row += 1
         budget = self._failures.budget
         is_allowed = self._num_failed_in_a_row < max(8, 2 * self.config.batch_groups)
-        if is_allowed or budget.is_outage:  # an outage has a patience of its own
+        if is_allowed or budget.is_outage:  # the budget limits an outage by time
             return
         raise budget.error(
             f"{self._num_failed_in_a_row} groups in a row completed with fewer than "

@@ -1,9 +1,9 @@
-"""Runs many jobs at once in a limited number of slots: episodes, and draws of their tasks.
+"""Runs many jobs in a limited number of slots: episodes, and draws of their tasks.
 
     start_next() -> a free slot -> job -> the slot is free -> start_next() ...
 
 Training (`RolloutRunner`), `evaluate` and `areal_gym.rollout` all use this scheduler. They differ
-in which job is next, and in their `FailurePolicy`.
+in the choice of the next job and in their `FailurePolicy`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Self
 
 from areal_gym.errors import InfrastructureError
 
-_AT_A_TIME = 64
-"""Jobs that start before the event loop may do something else; each takes it 0.1 ms."""
+_MAX_STARTS = 64
+"""Jobs that start before the event loop may run something else; each start takes 0.1 ms."""
 
 
 class EpisodeScheduler:
-    """Starts jobs while slots are free. The first error stops it: nothing new starts.
+    """Starts jobs while slots are free. The first error stops it, and no more jobs start.
 
     Use it as an asynchronous context manager: leaving it cancels all jobs and waits for their end.
-    `start_next` spawns the next job and returns 0, or returns for how many seconds no job can
+    `start_next` spawns the next job and returns 0, or returns the seconds for which no job can
     start; `math.inf` means until another job ends.
     """
 
@@ -35,8 +35,8 @@ class EpisodeScheduler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._wake: asyncio.Handle | None = None
-        self._starts_soon = False
-        """Many jobs that end at once start their successors some at a time, not each its own."""
+        self._is_start_scheduled = False
+        """Whether `_start_more` will start jobs, so that jobs that end meanwhile need not."""
 
     @property
     def num_running(self) -> int:
@@ -45,15 +45,15 @@ class EpisodeScheduler:
 
     def start_jobs(self) -> None:
         """Fill the free slots."""
-        if self._starts_soon:
+        if self._is_start_scheduled:
             return
         self._cancel_wake()
         num_started = 0
         loop = asyncio.get_running_loop()
         while len(self._tasks) < self._num_slots and self.error is None:
-            if num_started == _AT_A_TIME:
+            if num_started == _MAX_STARTS:
                 self._wake = loop.call_soon(self._start_more)
-                self._starts_soon = True
+                self._is_start_scheduled = True
                 return
             num_started += 1
             try:
@@ -67,24 +67,24 @@ class EpisodeScheduler:
                 return
 
     def spawn(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a job in a slot, which is free again when the job ends."""
+        """Run a job in a slot, which is freed when the job ends."""
         task = asyncio.create_task(job)
         self._tasks.add(task)
         task.add_done_callback(self._free_slot)
         return task
 
     async def changed(self) -> None:
-        """Wait until a job has ended since `clear_changed`, or the scheduler was stopped."""
+        """Wait until a job has ended since `clear_changed`, or the scheduler has stopped."""
         await self._changed.wait()
 
     def clear_changed(self) -> None:
-        """Forget the jobs that have ended so far; raise the first error of one."""
+        """Forget the jobs that have ended so far; raise the first error of any job."""
         self._changed.clear()
         if self.error is not None:
             raise self.error
 
     def stop(self, error: BaseException) -> None:
-        """Start nothing any more, and raise `error` to those who wait."""
+        """Start no more jobs, and raise `error` in `clear_changed`."""
         if self.error is None:
             self.error = error
         self._cancel_wake()
@@ -105,7 +105,7 @@ class EpisodeScheduler:
         await self.aclose()
 
     def _start_more(self) -> None:
-        self._starts_soon = False
+        self._is_start_scheduled = False
         self.start_jobs()
 
     def _cancel_wake(self) -> None:
@@ -122,9 +122,9 @@ class EpisodeScheduler:
 
 
 async def run_jobs(jobs: Iterable[Callable[[], Coroutine[Any, Any, None]]], num_slots: int) -> None:
-    """Run all jobs, at most `num_slots` at once; each is made when a slot is free.
+    """Run all jobs, at most `num_slots` at once; each one is created when a slot is free.
 
-    The first error cancels the other jobs, waits for their end and is raised as it is.
+    The first error cancels the other jobs, waits for their end and is raised unchanged.
     """
     waiting = iter(jobs)
 

@@ -1,4 +1,4 @@
-"""Rollouts in numbers: the state of a runner, where its episodes' time goes, a batch's metrics."""
+"""Numbers about rollouts: the state of a runner, how episodes spend their time, batch metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUCCESS = 1.0 - 1e-9
 class RolloutStats:
     """The state of a runner in numbers.
 
-    Counts and seconds are since its start: subtract two snapshots for what happened in between.
+    Counts and seconds start with the runner: subtract two snapshots for an interval.
     """
 
     policy_version: int
@@ -38,26 +38,26 @@ class RolloutStats:
     groups_ready: int
     """Complete groups that wait for the trainer."""
     oldest_ready_s: float
-    """How long the first started of them has waited; 0 when there is none."""
+    """Seconds that the first started of them has waited; 0 if there is none."""
     room: int
-    """Groups that may still start under the staleness limit; 0: rollouts wait for the trainer."""
+    """Groups that may start under the staleness limit; at 0, rollouts wait for the trainer."""
 
-    # Groups. A group that was started is running, ready, or one of these.
+    # Groups. A started group is running, ready, or in one of these states.
     num_groups_started: int
     num_groups_accepted: int
-    """Complete groups that all filters kept, even if they became too old afterwards."""
+    """Complete groups that all filters kept, even if they became stale afterwards."""
     num_groups: int
     """Groups handed to the trainer."""
     num_groups_failed: int
-    """Dropped groups: fewer than `min_group_size` members completed."""
+    """Groups dropped because fewer than `min_group_size` members completed."""
     num_groups_stale: int
-    """Dropped groups: too old when a batch was handed out."""
+    """Groups dropped because they were too old when a batch was handed out."""
     num_groups_rejected: Mapping[str, int]
     """Groups dropped by a filter, by "filter/reason"."""
     num_dropped_tasks: int = 0
-    """Tasks that are played no more, because their own verifiers gave no reward."""
+    """Tasks that are not played any more, because their verifiers kept failing."""
     num_groups_restored: int
-    """Complete groups from the journal of the interrupted run."""
+    """Complete groups restored from the journal of the interrupted run."""
 
     # Episodes.
     num_episodes: int
@@ -66,25 +66,25 @@ class RolloutStats:
     num_lost: int = 0
     """Episodes that an outage ended; their groups are played again."""
     num_replayed_groups: int = 0
-    """Groups that were played again, whole, because of failures of the infrastructure."""
+    """Groups that were played again as a whole because infrastructure failed."""
     outage_s: float = 0.0
-    """For how long no episode has completed, because servers, workers or sandboxes are gone."""
+    """Seconds since an outage of servers, workers or sandboxes began; 0 if there is none."""
     outage_patience_s: float = 0.0
-    """How long an outage may last."""
+    """The longest outage that is tolerated, in seconds."""
     num_failures: Mapping[str, int]
     """Failed episodes by stop reason."""
     num_tokens: int
-    """Tokens that the policy sampled in episodes that have ended, failures included."""
+    """Tokens that the policy sampled in ended episodes, failures included."""
     engine_s: float
     """Episode-seconds spent waiting on the engine: the integral of `waiting_on_engine`."""
     env_s: float
     """Episode-seconds in the environment."""
     agent_s: float
-    """Episode-seconds in the agent's own code, waiting for the event loop included."""
+    """Episode-seconds in the agent's own code, including waits for the event loop."""
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of the complete groups that the filters kept; 1 before there are any."""
+        """The share of complete groups that the filters kept; 1 before there are any."""
         num_judged = self.num_groups_accepted + sum(self.num_groups_rejected.values())
         return self.num_groups_accepted / num_judged if num_judged else 1.0
 
@@ -98,13 +98,13 @@ class Occupancy(InFlight):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "_offsets":
-            # When a count changes by d at time t, d * t is added to a sum. The integral up to T is
-            # then count * T less that sum.
+            # A count that changes by d at time t adds d * t to its offset. The integral of the
+            # count up to time T is count * T - offset.
             self._offsets[name] += (value - getattr(self, name, 0)) * perf_counter()
         super().__setattr__(name, value)
 
     def integrals(self) -> tuple[float, float, float]:
-        """Return episode-seconds so far: on the engine, in the environment, in the agent."""
+        """Return episode-seconds so far: in the engine, in the environment, in the agent."""
         now = perf_counter()
         engine_s, env_s, episode_s = (
             getattr(self, name) * now - offset for name, offset in self._offsets.items()
@@ -113,10 +113,10 @@ class Occupancy(InFlight):
 
 
 def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Return means over the trajectories of a batch that is about to be trained on.
+    """Return the metrics of a batch that is about to be trained on (docs/metrics.md).
 
-    `version` is that of the weights that will be trained: staleness is counted from it.
-    docs/metrics.md describes the metrics.
+    Most are means over its trajectories. Staleness counts from `version`, the version of the
+    weights that will be trained.
     """
     trajectories = [trajectory for group in groups for trajectory in group]
     parts = merge_means([t.reward_parts for t in trajectories])
@@ -124,12 +124,12 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     by_env: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_env.setdefault(trajectory.env_id, []).append(trajectory)
-    for id, theirs in sorted(by_env.items()):
-        metrics[f"reward/env/{id}"] = mean(t.reward for t in theirs)
+    for id, env_trajectories in sorted(by_env.items()):
+        metrics[f"reward/env/{id}"] = mean(t.reward for t in env_trajectories)
         if len(by_env) > 1:
-            metrics[f"rollout/share/{id}"] = len(theirs) / len(trajectories)
-            own = merge_means([t.metrics for t in theirs])
-            metrics |= {f"env/{id}/{name}": value for name, value in own.items()}
+            metrics[f"rollout/share/{id}"] = len(env_trajectories) / len(trajectories)
+            env_metrics = merge_means([t.metrics for t in env_trajectories])
+            metrics |= {f"env/{id}/{name}": value for name, value in env_metrics.items()}
     roles = merge_means([rewards_by_role(t) for t in trajectories])
     metrics |= {f"reward/role/{role}": reward for role, reward in roles.items()}
     k = min((len(group) for group in groups), default=1)
@@ -153,8 +153,8 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     for name in ("engine", "env"):
         seconds = (sum(getattr(turn, f"{name}_s") for turn in t.turns) for t in trajectories)
         metrics[f"time/{name}_per_episode_s"] = mean(map(float, seconds))
-    own = merge_means([t.metrics for t in trajectories])
-    metrics |= {f"env/{name}": value for name, value in own.items()}
+    env_metrics = merge_means([t.metrics for t in trajectories])
+    metrics |= {f"env/{name}": value for name, value in env_metrics.items()}
     lags = Counter[int]()
     for span in (span for t in trajectories for span in t.spans):
         if span.policy_version is not None:

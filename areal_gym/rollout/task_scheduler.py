@@ -1,4 +1,4 @@
-"""Decides which group starts next: its number, and the options that its task is drawn with."""
+"""Decides which group starts next: its number, and the options to draw its task with."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from areal_gym.recording import derive_seed
 from areal_gym.rollout.curriculum import Curriculum
 
 _CURRICULUM = 2
-"""A stream of seeds; the runner uses 0 and 1."""
+"""A stream of seeds; streams 0 and 1 belong to the runner."""
 
 
 class TaskScheduler:
-    """Numbers groups; unfinished groups of an interrupted run come first.
+    """Numbers groups in order; unfinished groups of an interrupted run come first.
 
-    A curriculum learns from groups in the order in which they were started, whatever the order in
-    which they finish. In a synchronous run, it chooses group i from the results of exactly the
-    groups up to `i - lookback`, and waits for them if needed: at most `lookback` groups are
-    running, so they have finished or soon will. Asynchronous runs do not wait.
+    A curriculum observes groups in the order of their start, whatever the order in which they
+    finish. In a synchronous run, it chooses group i from the results of exactly the groups up to
+    `i - lookback`, and waits for them if needed: at most `lookback` groups are running, so they
+    have finished or soon will. Asynchronous runs do not wait.
 
-    A `lookback` of None does not wait. `first` is the number of the first group of a run without a
-    `state`. The curriculum is prepared already.
+    Args:
+        seed: seeds the curriculum's choices.
+        curriculum: chooses options; it is prepared already.
+        lookback: see above; None does not wait.
+        first: the number of the first group of a run without a `state`.
+        state: what `state()` of an interrupted run returned.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class TaskScheduler:
             }
 
     def next(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Return the next group's number and options; None: a group has to finish first."""
+        """Return the next group's number and options; None if another must finish first."""
         index = self._again[0] if self._again else self._next
         options = self._options_of(index)
         if options is None:
@@ -65,7 +69,7 @@ class TaskScheduler:
         return index, options
 
     def finished(self, index: int, rewards_G: Sequence[float] | None) -> None:
-        """Record the rewards of a finished group; None: it failed, there is nothing to learn."""
+        """Record the rewards of a finished group; None for a group that failed."""
         if self._curriculum is None:
             return
         if index >= self._num_observed:
@@ -74,15 +78,15 @@ class TaskScheduler:
             self._observe_up_to(self._next)
 
     def options_of(self, index: int) -> Mapping[str, Any]:
-        """Return the options that the task of a started group is drawn with."""
+        """Return the options to draw the task of a started group with."""
         return self._options.get(index, {})
 
     def forget(self, index: int) -> None:
-        """Forget a group that was trained on or dropped: it will never be started again."""
+        """Forget a group that was trained on or dropped, which will never start again."""
         self._options.pop(index, None)
 
     def unsettled(self, end: int) -> list[int]:
-        """Return the groups below `end` that the state does not call settled, ascending."""
+        """Return the groups below `end` that are not settled in the state, ascending."""
         return sorted({*self._again, *range(self._next, end)})
 
     def resume(
@@ -90,8 +94,10 @@ class TaskScheduler:
     ) -> None:
         """Continue after the groups of a journal.
 
-        `options` are those of groups that were started; the groups `again` are started once more,
-        and `end` is the first number that was not used.
+        Args:
+            options: the options of groups that had started.
+            again: groups to start once more.
+            end: the first number that was not used.
         """
         self._next = max(self._next, end)
         self._again = deque(again)
@@ -99,7 +105,7 @@ class TaskScheduler:
             self._options.update(options)
 
     def state(self, unfinished: Iterable[int]) -> dict[str, Any]:
-        """Return the state, fit for JSON. `unfinished`: started groups that are not settled."""
+        """Return the state as JSON values. `unfinished` are started groups that are not settled."""
         waiting = sorted({*unfinished, *self._again})
         state: dict[str, Any] = {"next_group": self._next, "unfinished": waiting}
         if self._curriculum is not None:
