@@ -1,8 +1,8 @@
-"""AdamW whose two moments have 8 bits for each weight, by torchao (Dettmers et al. 2021).
+"""AdamW whose moments take 8 bits per weight, by torchao (Dettmers et al. 2021, 2110.02861).
 
-A moment is kept as a code for each element and a scale for each block of 256 elements. torchao cuts
-blocks of a rank's shard, whatever it holds; here a block never leaves its row, so that codes and
-scales are sharded tensors like the weight, and any number of ranks reads a checkpoint.
+A moment is kept as one code per element and one scale per block of up to 256 elements. torchao cuts
+blocks from a rank's shard without regard to its rows. Here a block never crosses a row, so codes
+and scales are sharded tensors like the weight, and any number of ranks can read a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from areal_gym.errors import ConfigError, TrainError
 
 _MIN_ELEMENTS = 4096
-"""Smaller weights have moments in float32, as in torchao and bitsandbytes."""
+"""Smaller weights keep their moments in float32, as in torchao and bitsandbytes."""
 _MAX_BLOCK, _MIN_BLOCK = 256, 32
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
@@ -29,13 +29,13 @@ _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 def adamw_8bit(
     groups: Iterable[Mapping[str, Any]], *, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of parameter groups.
+    """Return an 8-bit AdamW optimizer of these parameter groups.
 
     Raises:
         ConfigError: torchao is not installed.
     """
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it tells of each of its kernels that is for other machines
+    logging.disable(logging.WARNING)  # torchao warns of each of its kernels for other machines
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
@@ -62,7 +62,7 @@ def adamw_8bit(
 
 
 def block_size(parameter: Tensor) -> int | None:
-    """Return how many elements of a row share a scale; None where moments stay in float32."""
+    """Return how many elements of a row share a scale; None if the moments stay in float32."""
     if parameter.ndim < 2 or parameter.numel() < _MIN_ELEMENTS:
         return None
     block = math.gcd(_shard_of(parameter).shape[-1], _MAX_BLOCK)
@@ -74,14 +74,14 @@ def empty_moment(parameter: Tensor, signed: bool, block: int) -> Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
 
     shard = _shard_of(parameter).detach()
-    if not shard.numel():  # of a small weight, the last ranks have nothing
+    if not shard.numel():  # the last ranks have no part of a small weight
         return torch.zeros_like(parameter)
     moment = OptimState8bit.zeros(shard.shape, signed, block, shard.device, dtype=shard.dtype)
     return _like(parameter, moment, parameter.shape)
 
 
 def stored(parameter: Tensor, state: str, moment: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a moment as a checkpoint has them, by the ends of their names."""
+    """Return the tensors of a moment as a checkpoint has them, by the suffixes of their names."""
     if state not in _SIGNED or (block := _block_of(parameter, moment)) is None:
         return {state: moment}
     *rows, columns = parameter.shape
@@ -99,10 +99,12 @@ def stored(parameter: Tensor, state: str, moment: Tensor) -> dict[str, Tensor]:
 def allocate_moments(
     parameter: Tensor, saved: Mapping[str, TensorStorageMetadata], states: dict[str, Tensor]
 ) -> None:
-    """Make room in `states` for moments that were saved with these shapes, by the ends of names.
+    """Allocate in `states` the moments that were saved, whose values are read later.
+
+    `saved` has their shapes by the suffixes of their names.
 
     Raises:
-        TrainError: the blocks that were saved do not fit this rank's shard.
+        TrainError: the saved blocks do not fit this rank's shard.
     """
     for state, signed in _SIGNED.items():
         if f"{state}.codes" not in saved:
@@ -119,7 +121,7 @@ def allocate_moments(
 
 
 def _block_of(parameter: Tensor, moment: Tensor) -> int | None:
-    """Return the size of a moment's blocks; None of one in float32."""
+    """Return the size of a moment's blocks; None if it is in float32."""
     shard = _shard_of(moment)
     if hasattr(shard, "block_size"):
         block: int = shard.block_size
@@ -133,7 +135,7 @@ def _shard_of(tensor: Tensor) -> Any:
 
 
 def _like(parameter: Tensor, shard: Tensor, shape: torch.Size) -> Tensor:
-    """Return a tensor of the shape whose shard on this rank is given, laid out as a parameter."""
+    """Return a tensor of this shape that is sharded like the parameter, from this rank's shard."""
     if not isinstance(parameter, DTensor):
         return shard
     whole = torch.empty(shape, device="meta")
@@ -148,7 +150,7 @@ def _like(parameter: Tensor, shard: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _eager_on_cpu(parameter: Tensor) -> AbstractContextManager[Any]:
-    """Compile torchao's update on accelerators only: on a CPU, each shape would take seconds."""
+    """Compile torchao's update on accelerators only; on a CPU, each shape would take seconds."""
     if parameter.device.type != "cpu":
         return nullcontext()
     eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

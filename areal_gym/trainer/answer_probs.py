@@ -1,8 +1,9 @@
-"""The probability of the known answer before each turn, for the advantage `igpo`.
+"""Computes the probability of the known answer before each turn, for the advantage `igpo`.
 
     rollouts --groups--> with_answer_probs --groups--> trainer
 
-They are written into the trajectories (`Turn.answer_prob`), so that a run can be replayed.
+The probabilities are written into the trajectories (`Turn.answer_prob`), so that a run can be
+replayed.
 """
 
 from __future__ import annotations
@@ -23,25 +24,30 @@ class KnownAnswer(NamedTuple):
     """The tokens of a task's known answer, as the policy would begin a turn with it."""
 
     lead_ids: Sequence[int]
-    """Tokens before it that do not count, such as those of "The answer is "."""
+    """Tokens before the answer that are not scored, such as those of "The answer is "."""
     token_ids: Sequence[int]
 
 
 async def with_answer_probs(
     groups: Sequence[Group], scorer: Teacher, answer_of: Callable[[Task], KnownAnswer]
 ) -> list[Group]:
-    """Return the groups with `Turn.answer_prob` of all turns that the policy sampled.
+    """Return the groups with `Turn.answer_prob` set in all turns that the policy sampled.
 
-    The probability is exp(mean of log p(a_j | the turn's prompt, a_<j)), given what the engine saw
-    before the turn, token by token (Wang et al. 2025, 2510.14967, eq. 2). `scorer` gives the
-    log-probabilities of the marked tokens of rows; each turn costs a pass over its prompt.
+    The probability is exp(mean_j log p(a_j | prompt of the turn, a_<j)), where the prompt is the
+    engine's, token by token (Wang et al. 2025, 2510.14967, eq. 2). Each turn costs a pass over its
+    prompt.
+
+    Args:
+        groups: the groups of a batch.
+        scorer: returns the log-probabilities of the marked tokens of rows.
+        answer_of: returns the known answer of a task.
 
     Raises:
-        ConfigError: the answer is empty, or prompts have pictures.
+        ConfigError: an answer is empty, or a prompt has images.
     """
-    played = [trajectory for group in groups for trajectory in group]
+    trajectories = [trajectory for group in groups for trajectory in group]
     rows, places = [], []
-    for i, trajectory in enumerate(played):
+    for i, trajectory in enumerate(trajectories):
         answer = answer_of(trajectory.task)
         if not answer.token_ids:
             raise ConfigError(
@@ -57,16 +63,16 @@ async def with_answer_probs(
     for place, logprobs in zip(places, await scorer.score(rows), strict=True):
         probs[place] = math.exp(sum(logprobs) / len(logprobs))
 
-    def annotated(i: int, trajectory: Trajectory) -> Trajectory:
+    def with_probs(i: int, trajectory: Trajectory) -> Trajectory:
         turns = (replace(t, answer_prob=probs.get((i, k))) for k, t in enumerate(trajectory.turns))
         return replace(trajectory, turns=tuple(turns))
 
-    trajectories = starmap(annotated, enumerate(played))
-    return [replace(g, trajectories=tuple(islice(trajectories, len(g)))) for g in groups]
+    scored = starmap(with_probs, enumerate(trajectories))
+    return [replace(group, trajectories=tuple(islice(scored, len(group)))) for group in groups]
 
 
 def _prompts_of(trajectory: Trajectory) -> Iterator[tuple[int, list[int]]]:
-    """Yield each sampled turn, and all tokens of its branch before its first sampled one."""
+    """Yield each sampled turn's number, and its branch's tokens before the first sampled one."""
     for spans in trajectory.branches:
         before: list[int] = []
         seen: set[int] = set()

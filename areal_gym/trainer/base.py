@@ -4,8 +4,8 @@
          |
        Teacher (objective "distill" only) adds its log-probabilities to the batch
 
-A trainer written for areal-gym needs what `GroupTrainer` lists; a subclass of
-`areal_gym.trainer.trainer.Trainer` has it all.
+A trainer plugin implements `GroupTrainer`; a subclass of `areal_gym.trainer.trainer.Trainer` does
+already.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from areal_gym.types import Group
 
-if TYPE_CHECKING:  # whoever only runs a trainer need not import torch
+if TYPE_CHECKING:  # code that only runs a trainer need not import torch
     from torch import Tensor
 
     from areal_gym.models.policy_model import PolicyModel
@@ -28,11 +28,11 @@ _Item = TypeVar("_Item", covariant=True)
 _Trained = TypeVar("_Trained", contravariant=True)
 
 Weights = Iterable[tuple[str, "Tensor"]]
-"""Hugging Face names and tensors; they may change after `publish` has returned, not before."""
+"""Hugging Face names and tensors, which must not change until `publish` has returned."""
 
 
 class BatchSource(Protocol[_Item]):
-    """Supplies the batches: groups of trajectories, or examples."""
+    """Supplies batches: groups of trajectories, or examples."""
 
     async def next_batch(self) -> Sequence[_Item]:
         """Return the next batch to train on."""
@@ -43,32 +43,32 @@ class Trainer(Protocol[_Trained]):
 
     @property
     def decoder(self) -> PolicyModel:
-        """The model that is trained; checkpoints take their config from it."""
+        """The trained model; checkpoints take their config from it."""
 
     def step(self, batch: Sequence[_Trained], version: int) -> dict[str, float]:
-        """Train on a batch once and return its metrics; `version` is that of the weights now."""
+        """Train once on a batch and return its metrics; `version` is the weights' version."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield Hugging Face names and tensors, which the next step may change."""
 
     def checkpoint_bytes(self) -> int:
-        """Return about how many bytes a checkpoint takes."""
+        """Return the approximate size of a checkpoint in bytes."""
 
     def save(self, directory: Path) -> Future[None]:
-        """Write optimizer state and counters; when this returns, they may change already."""
+        """Write optimizer state and counters; they may change as soon as this returns."""
 
     def load(self, directory: Path) -> None:
-        """Continue from what `save` wrote."""
+        """Restore what `save` wrote."""
 
 
 class GroupTrainer(Trainer[Group], Protocol):
-    """Trains on groups of trajectories: plugins of kind `trainers`."""
+    """A trainer on groups of trajectories: the contract of plugins of kind `trainers`."""
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
-        """Return the log-probabilities of each row's trained tokens under the current weights."""
+        """Return the log-probabilities of each row's trained tokens, [T], under the weights now."""
 
     def trained_tokens(self) -> list[dict[str, Any]]:
-        """Return advantages and log-probabilities of the last step's tokens, row by row."""
+        """Return the advantages and log-probabilities of the last step's tokens, row by row."""
 
     def recompute_proximal(self) -> None:
         """Take ratios against the trainer's own log-probabilities from now on."""
@@ -81,20 +81,20 @@ class ExampleTrainer(Trainer["Example"], Protocol):
     """Trains on fixed examples (objectives sft, dpo and rm)."""
 
     def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Return loss and metrics on examples that are not trained on."""
+        """Return the loss and metrics on held-out examples."""
 
 
 @runtime_checkable
 class CheckpointWriter(Protocol):
     """A trainer that writes the policy's files itself: an optional part of the contract.
 
-    The weights of another one are written from `weights`, while training waits.
+    Without it, the weights are written from `weights`, and training waits.
     """
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
-        """Write weights in Hugging Face's layout, and what `save` writes into "trainer" there.
+        """Write weights in Hugging Face's layout, and what `save` writes into its folder "trainer".
 
-        When this returns, both may change already.
+        Both may change as soon as this returns.
         """
 
 
@@ -103,64 +103,65 @@ class ClosableTrainer(Protocol):
     """A trainer that holds processes or files: an optional part of the contract."""
 
     def close(self) -> None:
-        """Give them back. Idempotent."""
+        """Release processes and files. Idempotent."""
 
 
 @runtime_checkable
 class ReferenceTrainer(Protocol):
-    """A trainer that servers are compared with at temperature 1: an optional part of the contract.
+    """A trainer that can score at any temperature: an optional part of the contract.
 
-    Without it, those of `GroupTrainer.score` are taken, if sampling is at temperature 1.
+    Servers' log-probabilities are compared with it at temperature 1. Without it, the comparison
+    uses `GroupTrainer.score`, and only if sampling is at temperature 1.
     """
 
     def score_at(self, rows: list[TokenSequence], temperature: float) -> list[Tensor]:
-        """Return what `GroupTrainer.score` does, of another temperature than that of sampling."""
+        """Return what `GroupTrainer.score` does, at this temperature instead of sampling's."""
 
 
 @runtime_checkable
 class OffloadingTrainer(Protocol):
-    """A trainer that can leave its GPUs to servers for a while (`trainer.colocate`)."""
+    """A trainer that can lend its GPUs to servers between steps (`trainer.colocate`)."""
 
     def offload(self) -> None:
         """Move weights and optimizer states into host memory. Idempotent."""
 
     def reload(self) -> None:
-        """Move them back; called before the next step. Idempotent."""
+        """Move them back to the GPU; called before the next step. Idempotent."""
 
 
 def close_trainer(trainer: Trainer[Any]) -> None:
-    """Close a trainer that has something to close."""
+    """Close a trainer if it can be closed."""
     if isinstance(trainer, ClosableTrainer):
         trainer.close()
 
 
 class WeightSync(Protocol):
-    """Publishes weights under a version.
+    """Publishes weights under a policy version.
 
-    The class is called with the engine, `directory=` (its own directory in the run directory, which
-    need not exist yet) and the settings' `kwargs`.
+    The class is called with the engine, with `directory=` (a directory of its own in the run
+    directory, which need not exist yet) and with the settings' `kwargs`.
     """
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Return when the engine samples with the new weights.
+        """Publish the weights, and return when the engine samples with them.
 
         Raises:
-            EngineError: no server took them; those that there are keep the old ones.
+            EngineError: no server took the weights; reachable servers keep the old ones.
         """
 
     async def aclose(self) -> None:
-        """Give back groups and files. Idempotent."""
+        """Release process groups and files. Idempotent."""
 
 
 @runtime_checkable
 class AdapterWeightSync(Protocol):
-    """A weight sync, or its class, that may publish the adapter instead of all weights."""
+    """A weight sync, or its class, that can publish the adapter instead of all weights."""
 
     takes_adapter: bool
 
 
 class Teacher(Protocol):
-    """A frozen policy that scores what the student has sampled."""
+    """A frozen policy that scores what the student sampled."""
 
     async def score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
-        """Return the log-probabilities, at temperature 1, of the marked tokens of each row."""
+        """Return the log-probabilities of each row's marked tokens, at temperature 1."""

@@ -1,4 +1,4 @@
-"""The look at all tokens of an update, for losses that need one (`losses.with_batch_pass`)."""
+"""Selects tokens among all of an update, for losses that need it (`losses.with_batch_pass`)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def pick_tokens(
     *,
     is_first: bool,
 ) -> None:
-    """Put the tokens that the loss picks of the rows `members` into the step's columns.
+    """Write the loss's selection among the tokens of the rows `members` into the step's columns.
 
-    All ranks pick the same ones. Before the first update of a step the policy's log-probabilities
-    are mostly known; before later ones they take a forward pass of these rows.
+    All ranks select the same tokens. The policy's log-probabilities are mostly known before the
+    first update of a step; before later updates they take a forward pass of these rows.
     """
     columns = step.columns
     is_fresh = bool((columns.take("versions", members) == step.version).all())

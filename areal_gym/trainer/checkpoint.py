@@ -1,12 +1,12 @@
-"""Checkpoints of a run: the policy in Hugging Face's layout, and what training needs to go on.
+"""Checkpoints of a run: the policy in Hugging Face's layout, and the state of training.
 
     checkpoints/step-000010/      config.json, model.safetensors, tokenizer files
                 trainer/          states of optimizer and critic, counters (`trainer.states`)
-                trainer/master_weights/  where the files of weights are rounded: `exported_weights`
-                trainer.json      the step, and which tasks come next
-    checkpoints/best              a link to the best of those that were measured
+                trainer/master_weights/  if the weight files are rounded: see `exported_weights`
+                trainer.json      the step, and the state of rollouts
+    checkpoints/best              a link to the best of the evaluated checkpoints
 
-A new checkpoint is a new directory, which appears whole. `keep_checkpoints` deletes old ones.
+A new checkpoint is a new directory, which appears complete. `keep_checkpoints` deletes old ones.
 """
 
 from __future__ import annotations
@@ -52,12 +52,16 @@ def save_trainer(
 ) -> Path:
     """Write the checkpoint of a step below `directory` and return its path.
 
-    Nothing else may use the trainer before `on_copied` is called: when everything is copied.
-    `tokenizer_dir` is a checkpoint whose tokenizer files belong to the policy; `rollout_state`
-    (JSON), the tasks that come next, is what `restore_trainer` returns.
+    Args:
+        trainer: nothing else may use it before `on_copied` is called.
+        directory: the run's directory of checkpoints.
+        step: the number of the step.
+        tokenizer_dir: a checkpoint with the policy's tokenizer files.
+        rollout_state: the rollouts' state as JSON values, which `restore_trainer` returns.
+        on_copied: called when everything to be written has been copied.
 
     Raises:
-        TrainError: the disk is full or not writable; earlier checkpoints are as they were.
+        TrainError: the disk is full or not writable; earlier checkpoints are unchanged.
     """
     path = directory / checkpoint_name(step)
     facts = {"step": step, "rollout": dict(rollout_state or {})}
@@ -66,7 +70,7 @@ def save_trainer(
         try:
             on_copied()
         finally:
-            wait([written])  # nothing may write into what is going to be deleted
+            wait([written])  # a thread must not write into a directory that is being deleted
         written.result()
         decoder = trainer.decoder
         dtype = decoder.stored_types.main or next(decoder.parameters()).dtype
@@ -83,14 +87,17 @@ def keep_checkpoints(
     *,
     protected: Collection[int] = (),
 ) -> str | None:
-    """Delete all checkpoints but the `newest`, the best, and those that are being measured.
+    """Delete all checkpoints except the newest, the best, and those being evaluated.
 
-    `newest` is at least one, which a resumed run needs. `scores` are those of the policy after each
-    step that was measured (of several numbers, the first decides), None while it is being measured.
-    Checkpoints of `protected` steps stay.
+    Args:
+        directory: the run's directory of checkpoints.
+        newest: how many of the newest stay; at least one, which a resumed run needs.
+        scores: the policy's score after each evaluated step, None while it is being evaluated. Of a
+            tuple, the first number decides.
+        protected: steps whose checkpoints stay.
 
     Returns:
-        The name of the best one, which `best` links to; None when none of them was measured.
+        The name of the best checkpoint, which `best` links to; None if none was evaluated.
     """
     checkpoints = {_step(path): path for path in _all(directory)}
     measured = [(s, step) for step, s in scores.items() if s is not None and step in checkpoints]
@@ -108,8 +115,10 @@ def keep_checkpoints(
 
 
 def require_space(trainer: Trainer[Any], directory: Path, num_kept: int) -> None:
-    """Refuse (TrainError) a disk without room for the checkpoints that a run keeps, the best one
-    and the one being written.
+    """Check that the disk has room for the kept checkpoints, the best one and a new one.
+
+    Raises:
+        TrainError: the disk has too little free space.
     """
     missing = max(1, num_kept + 2 - len(_all(directory)))
     needed = missing * trainer.checkpoint_bytes()
@@ -120,7 +129,7 @@ def require_space(trainer: Trainer[Any], directory: Path, num_kept: int) -> None
             f"{existing} has {free / 1e6:.1f} MB left, but checkpoints need {needed / 1e6:.1f} MB",
             hints=[
                 "free some space, or choose another disk with --out",
-                f"fewer of them: trainer.keep_checkpoints=1 (it is {num_kept})",
+                f"keep fewer checkpoints: trainer.keep_checkpoints=1 (it is {num_kept})",
             ],
         )
 
@@ -132,19 +141,19 @@ def latest_checkpoint(directory: Path) -> tuple[int, Path] | None:
 
 
 def checkpoint_of(directory: Path, step: int) -> tuple[int, Path]:
-    """Return the checkpoint of a step; a UsageError says which there are."""
+    """Return the checkpoint of a step; raise a UsageError that lists the available steps."""
     path = directory / checkpoint_name(step)
     if not path.is_dir():
         existing = ", ".join(str(_step(other)) for other in _all(directory))
         raise UsageError(
             f"{directory} holds no checkpoint of step {step}",
-            hints=[f"it holds those of the steps {existing}"] if existing else [],
+            hints=[f"available: the steps {existing}"] if existing else [],
         )
     return step, path
 
 
 def require_whole(path: Path) -> None:
-    """Refuse (ConfigError) a checkpoint with a missing or damaged file, or of an old version."""
+    """Raise ConfigError if a checkpoint is of an old version, or has a missing or damaged file."""
     try:
         if (path / "trainer.pt").exists() and not (path / STATES).exists():
             raise ConfigError("trainer.pt was written by an older version of areal-gym")
@@ -157,10 +166,10 @@ def require_whole(path: Path) -> None:
 
 
 def restore_trainer(trainer: Trainer[Any], path: Path) -> dict[str, Any] | None:
-    """Restore a trainer that has the checkpoint's weights; return the rollout's state.
+    """Restore a trainer that has the checkpoint's weights; return the saved rollout state.
 
     Raises:
-        ConfigError: a file is damaged, or belongs to other settings.
+        ConfigError: a file is damaged, or was written with other settings.
     """
     try:
         trainer.load(path / STATES)
@@ -187,7 +196,7 @@ def _unusable(path: Path, error: BaseException) -> ConfigError:
     return ConfigError(
         f"cannot continue from {path}: {reason}",
         hints=[
-            *([f"go on from the one before: --resume --from-step {others[-1]}"] if others else []),
+            *([f"continue from an older one: --resume --from-step {others[-1]}"] if others else []),
             f"or start again from its weights: engine.model={path}",
         ],
     )
@@ -198,7 +207,7 @@ def _step(path: Path) -> int:
 
 
 def _all(directory: Path) -> list[Path]:
-    """Checkpoints from the oldest to the newest."""
+    """Return the checkpoints, oldest first."""
     if not directory.is_dir():
         return []
     paths = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, in chunks: never a whole [T, V] tensor of logits."""
+"""Log-probabilities of chosen tokens, in chunks, without a tensor of all logits [T, V]."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
 
 _CHUNK_LOGITS = 2**22
-"""Logits that are alive at once on a CPU, whose caches are small."""
+"""Logits that exist at once on a CPU, whose caches are small."""
 _ACCELERATOR_TOKENS = (1024, 4096)
-"""The least and the most tokens of a chunk on an accelerator, where every chunk reads the whole
-output projection: for fewer tokens that takes longer than the products."""
+"""The fewest and most tokens of a chunk on an accelerator. Each chunk reads the whole output
+projection, which takes longer than the products if the chunk is smaller."""
 _ACCELERATOR_LOGITS = 2**27
-"""Between the two: 0.5 GB in float32."""
+"""Logits of a chunk between those two bounds: 0.5 GB in float32."""
 
 
 class TokenScores(NamedTuple):
-    """Numbers of the trained tokens, in row order, float32."""
+    """Scores of the trained tokens, in row order, float32."""
 
     logprobs: Tensor
     """[T]"""
     entropy: Tensor
     """[T]: the entropy of the distribution that each token was drawn from."""
     is_likeliest: Tensor
-    """[T], bool: no token was likelier."""
+    """[T], bool: whether no token was likelier."""
     hidden: Tensor
     """[T, C]: the decoder's output before each token, in its compute type.
 
-    Of several ranks that share the tokens, each has its part only (`PolicyModel.context`).
+    If several ranks share the tokens, each has its part only (`PolicyModel.context`).
     """
 
 
 def chunk_tokens(vocab_size: int, device: torch.device) -> int:
-    """Return how many tokens have logits at the same time."""
+    """Return how many tokens have logits at once."""
     if device.type == "cpu":
         return max(1, _CHUNK_LOGITS // vocab_size)
     least, most = _ACCELERATOR_TOKENS
@@ -49,9 +49,9 @@ def chunk_tokens(vocab_size: int, device: torch.device) -> int:
 def places_before(
     batch: PackedBatch, masks: Sequence[Sequence[bool]]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return flat positions of the tokens before those that `masks` marks, and of the latter.
+    """Return the flat positions before the tokens that `masks` marks, and those of the tokens.
 
-    The first token of a row has no predecessor, and is never marked.
+    Both are [T]. A row's first token has no predecessor and is never marked.
     """
     sources, targets = [np.arange(0)], [np.arange(0)]
     for index, mask in zip(batch.row_index, masks, strict=True):
@@ -71,7 +71,7 @@ def score_tokens(
 ) -> TokenScores:
     """Score the tokens that `masks` marks under softmax(logits / temperature).
 
-    Ranks that share the tokens of the batch score a part of them each, and all get all scores.
+    Ranks that share the batch's tokens score a part each, and all get all scores.
     """
     sources, targets = places_before(batch, masks)
     device = batch.token_ids_N.device

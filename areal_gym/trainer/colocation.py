@@ -1,10 +1,10 @@
-"""Servers and trainer on the same GPUs, in turns (`trainer.colocate`).
+"""Servers and trainer take turns on the same GPUs (`trainer.colocate`).
 
-episodes are played            the trainer's weights and states lie in host memory
-engine.sleep, trainer.reload   requests wait; the servers' memory is released
+episodes are played            the trainer's weights and states are in host memory
+engine.sleep, trainer.reload   requests wait; the servers release their memory
 the step
 publication                    the servers' weights are in memory again, but not their caches
-trainer.offload, wake_up       requests go on where they stopped, under the new weights
+trainer.offload, wake_up       requests continue where they stopped, under the new weights
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ InTrainerThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 class SharedGpus:
-    """The turns of one trainer; the engine's come once it is there (`share_with`).
+    """Passes the GPUs between a trainer and an engine; `share_with` adds the engine.
 
     Args:
-        trainer: holds the GPUs at first.
+        trainer: has the GPUs at first.
         call: calls a method of the trainer in its thread (`TrainerThread.call`).
-        keeps_weights: the servers keep their weights: what is published are adapters.
+        keeps_weights: whether the servers keep their weights, because adapters are published.
 
     Raises:
         ConfigError: the trainer cannot be offloaded.
@@ -45,7 +45,7 @@ class SharedGpus:
         self._engine: SleepingEngine | None = None
 
     def share_with(self, engine: Engine) -> None:
-        """Take turns with this engine, which has started.
+        """Share the GPUs with this engine, which has started.
 
         Raises:
             ConfigError: its servers cannot release their memory.
@@ -54,19 +54,19 @@ class SharedGpus:
             raise ConfigError(
                 f"trainer.colocate = true needs an engine with servers that release their memory, "
                 f"and {type(engine).__name__} has none",
-                hints=["engine.id=sglang and engine.id=vllm have", "or: trainer.colocate=false"],
+                hints=["use engine.id=sglang or engine.id=vllm", "or: trainer.colocate=false"],
             )
         engine.require_sleep()
         self._engine = engine
 
     async def give_to_trainer(self) -> None:
-        """Let the servers release their memory, and bring the trainer back to its GPUs."""
+        """Put the servers to sleep, and move the trainer back to its GPUs."""
         if self._engine is not None and not self._engine.is_asleep:
             await self._engine.sleep(keeps_weights=self._keeps_weights)
         await self._call(self._trainer.reload)
 
     async def give_to_servers(self) -> None:
-        """Offload the trainer, and let the servers go on; new weights were published before."""
+        """Offload the trainer, and wake the servers up; new weights were published before."""
         await self._call(self._trainer.offload)
         if self._engine is not None:
             await self._engine.wake_up()

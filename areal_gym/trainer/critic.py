@@ -1,4 +1,4 @@
-"""The critic of PPO predicts, before each token, what its trajectory is still going to earn."""
+"""PPO's critic predicts, before each token, the rewards that its trajectory has yet to earn."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from areal_gym.trainer.states import below, prefixed
 
 
 class Critic(nn.Module):
-    """A linear head on a decoder's hidden states; it begins by predicting 0 everywhere.
+    """A linear head on a decoder's hidden states, which predicts 0 everywhere at first.
 
-    With `critic.trunk="own"` it has a copy of the policy, which is trained apart from it; with
+    With `critic.trunk="own"` it has a copy of the policy, which is trained separately; with
     "shared" it reads the policy's hidden states, and its gradient reaches the policy.
     """
 
@@ -43,9 +43,9 @@ class Critic(nn.Module):
         self.optimizer = Optimizer(self, own_lr, ranks)
 
     def of(self, decoder: PolicyModel, hidden_tC: Tensor, num_tokens: int) -> Tensor:
-        """Return the values of `num_tokens` hidden states that `decoder` gave, [T], float32.
+        """Return the values at `num_tokens` hidden states of `decoder`: [T], float32.
 
-        A rank that shares them with others has a part of the hidden states, and gets all values.
+        A rank that shares the tokens passes its part of the hidden states, and gets all values.
         """
         values_t1: Tensor = self.head(hidden_tC)
         return decoder.context.whole(values_t1.squeeze(1).float(), num_tokens)
@@ -53,20 +53,20 @@ class Critic(nn.Module):
     def before(
         self, decoder: PolicyModel, batch: PackedBatch, masks: Sequence[Sequence[bool]]
     ) -> Tensor:
-        """Return its predictions before the tokens that `masks` marks, [T]."""
+        """Return the predictions before the tokens that `masks` marks, [T]."""
         return self._at(decoder, batch, places_before(batch, masks)[0])
 
     def before_and_after(
         self, decoder: PolicyModel, batch: PackedBatch, masks: Sequence[Sequence[bool]]
     ) -> tuple[Tensor, Tensor]:
-        """Return [T] as `before`, and its predictions after the last token of each row, [B]."""
+        """Return what `before` does, [T], and the predictions after each row's last token, [B]."""
         sources, _ = places_before(batch, masks)
         last = [int(index[-1]) for index in batch.row_index]
         values = self._at(decoder, batch, np.append(sources, last))
         return values[: len(sources)], values[len(sources) :]
 
     def step(self, scale: float, *, is_usable: bool = True) -> float:
-        """Take a step of its optimizer; return the gradient's norm."""
+        """Take an optimizer step; return the gradient's norm."""
         return self.optimizer.step(scale * self._scale, is_usable=is_usable)
 
     def states(self) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ class Critic(nn.Module):
         return weights | prefixed("optimizer", self.optimizer.states())
 
     def allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
-        """Make room for states that were saved (`Optimizer.allocate`)."""
+        """Allocate the states that were saved (`Optimizer.allocate`)."""
         self.optimizer.allocate(below("optimizer", saved))
 
     def _at(self, decoder: PolicyModel, batch: PackedBatch, places: np.ndarray[Any, Any]) -> Tensor:

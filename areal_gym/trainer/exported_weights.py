@@ -1,16 +1,15 @@
-"""A policy's weights in checkpoints, written by the ranks; no process holds the whole model.
+"""Writes a policy's weights into checkpoints, by all ranks; no process holds the whole model.
 
     model.safetensors, or model-00001-of-00008.safetensors, ...    in Hugging Face's layout
-    trainer/master_weights/                                        where these are rounded
+    trainer/master_weights/                                        if the files are rounded
 
-Files are in the types of the checkpoint that training began from. Where these cannot hold the
-float32 master weights, each rank's part of these is kept beside them (`trainer.states`), and a run
-goes on from those. Float32 files are the master weights: there is one copy.
+The files have the types of the checkpoint from which training began. If these cannot hold the
+float32 master weights, each rank also keeps its part of the master weights (`trainer.states`), and
+a resumed run continues from them. Files in float32 are the master weights themselves.
 
-Several ranks write their parts in any case: what they have written is read again, tensor by tensor,
-by the rank that writes a file of the export. So nothing is sent from rank to rank, and training is
-disturbed for as long as it takes to copy a part into host memory. Where the files are float32, the
-parts are deleted in the end.
+Several ranks write their parts of the master weights in any case. The rank that exports a file
+reads them back tensor by tensor, so nothing is sent between ranks, and training pauses only while a
+part is copied into host memory. If the files are float32, the parts are deleted in the end.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from areal_gym.trainer.base import CheckpointWriter, Trainer
 from areal_gym.trainer.states import SavedTensors, StateFiles, copied
 
 STATES = "trainer"
-"""The folder of a checkpoint that holds a trainer's states."""
+"""The folder of a checkpoint with the trainer's states."""
 MASTER_WEIGHTS = "master_weights"
-"""The folder of the states that holds master weights which the export rounds."""
+"""The folder of the states with the master weights that the export rounds."""
 
 
 def save_checkpoint(
     trainer: Trainer[Any], directory: Path, *, is_writer: bool = True
 ) -> Future[None]:
-    """Let a trainer write its weights into a directory, and its states into a folder of that.
+    """Write a trainer's weights into a directory, and its states into a folder of it.
 
-    A trainer that is no `CheckpointWriter` is waited for until its weights are written; all ranks
-    take part in gathering them, and the one that `is_writer` writes.
+    A trainer that is not a `CheckpointWriter` has written its weights when this returns: all ranks
+    gather them, and the one that `is_writer` writes.
     """
     if isinstance(trainer, CheckpointWriter):
         return trainer.save_checkpoint(directory)
@@ -56,8 +55,8 @@ def save_checkpoint(
 class ExportedWeights:
     """Saves the weights of one policy; all ranks call the same methods in the same order.
 
-    A policy with an adapter keeps no master weights: its base does not change, and the adapter is
-    among the trainer's states.
+    Master weights are not kept if the policy has an adapter: its base does not change, and the
+    adapter is among the trainer's states.
     """
 
     def __init__(self, model: PolicyModel, *, has_adapter: bool) -> None:
@@ -70,7 +69,7 @@ class ExportedWeights:
         """Copy the weights, which may change afterwards; the thread of `files` writes them.
 
         Returns:
-            Done when all ranks have written; else it has the OSError, or what else happened.
+            A future that is done when all ranks have written; it holds any error, such as OSError.
         """
         with files.copying():
             state = self.tensors()
@@ -79,17 +78,17 @@ class ExportedWeights:
             )
             self._plan = plan
             frozen = {n for n, p in self._model.named_parameters() if not p.requires_grad}
-            # What is frozen is not copied where it is in host memory already.
+            # Frozen weights that are in host memory need no copy.
             copies = {n: t.cpu() if n in frozen else copied(t) for n, t in state.items()}
             return files.submit(lambda: self._write(plan, copies, files, directory))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the live tensors, each once; of sharded ones this rank's part."""
+        """Return the live tensors, each once; of a sharded tensor, this rank's part."""
         state = self._model.state_dict()
         return {name: state[name].detach() for part in self._parts for name in part.sources}
 
     def num_bytes(self, num_ranks: int) -> int:
-        """Return about how many bytes are written, all ranks together, at the peak."""
+        """Return about how many bytes all ranks together have on disk at the peak."""
         main = self._model.stored_types.main
         state = self.tensors()
         held = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
@@ -111,7 +110,7 @@ class ExportedWeights:
         try:
             read: Callable[[str], Tensor] = copies.__getitem__
             if not is_alone:
-                copies.clear()  # they are on the disk
+                copies.clear()  # they are on disk
                 read = SavedTensors(masters).read
             for number, file in enumerate(plan.files):
                 if number % files.ranks.size == files.ranks.rank:

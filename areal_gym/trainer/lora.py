@@ -1,4 +1,4 @@
-"""LoRA through peft: the base weights stay, small matrices beside them are trained."""
+"""LoRA through peft: the base weights are frozen, and small matrices beside them are trained."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from areal_gym.trainer.parallel.fsdp import full
 
 _PEFT = "base_model.model."
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Linear layers that choose experts; which tokens go where is not adapted."""
+"""Linear layers that choose experts; they are not adapted."""
 
 
 def add_adapter(model: PolicyModel, settings: LoraConfig, *, seed: int = 0) -> None:
-    """Put an adapter in float32 beside the chosen matrices; everything else is frozen.
+    """Add a float32 adapter to the chosen matrices and freeze everything else.
 
     Raises:
-        ConfigError: `targets` names no matrix of the model, or experts that are divided among
-            ranks; or peft is not installed.
+        ConfigError: `targets` names a matrix that the model does not have, or experts that are
+            divided among ranks; or peft is not installed.
     """
     try:
         import peft
@@ -41,7 +41,7 @@ def add_adapter(model: PolicyModel, settings: LoraConfig, *, seed: int = 0) -> N
                 f"trainer.lora.targets names {', '.join(unknown)}, which the model does not have",
                 hints=[
                     f"it has: {', '.join(sorted(known))}",
-                    "all of them: trainer.lora.targets=all",
+                    "to adapt all of them: trainer.lora.targets=all",
                 ],
             )
         linears, experts = (
@@ -67,8 +67,8 @@ def add_adapter(model: PolicyModel, settings: LoraConfig, *, seed: int = 0) -> N
     )
     model.requires_grad_(False)
     with torch.random.fork_rng():
-        torch.manual_seed(seed)  # every rank, and every start, draws the same
-        # Into the layers: in a model of transformers, peft would rename targets of experts.
+        torch.manual_seed(seed)  # every rank, and every start, draws the same weights
+        # Injected into the layers, because in a transformers model peft renames targets of experts.
         peft.inject_adapter_in_model(config, model.layers)
     for name, parameter in model.network.named_parameters():
         if is_adapter(name):
@@ -77,17 +77,17 @@ def add_adapter(model: PolicyModel, settings: LoraConfig, *, seed: int = 0) -> N
 
 
 def _is_divided(parameter: Tensor) -> bool:
-    """Return whether each rank has some of the experts, rather than a shard to be gathered."""
+    """Return whether each rank has some of the experts, rather than a shard of every expert."""
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _matrices(model: PolicyModel) -> tuple[list[str], list[str]]:
-    """Return the names in `layers` of linear modules, and of experts' stacked matrices."""
+    """Return the names in `layers` of linear modules, and of stacked expert matrices."""
     linears, experts = [], []
     for name, module in model.layers.named_modules():
         parent, _, leaf = name.rpartition(".")
         if isinstance(module, nn.Linear):
-            # Mamba's fused kernels read this weight directly, past an adapter.
+            # Mamba's fused kernels read this weight directly and would bypass an adapter.
             is_fused = leaf == "out_proj" and hasattr(model.layers.get_submodule(parent), "D")
             if leaf not in _ROUTERS and not is_fused:
                 linears.append(name)
@@ -98,10 +98,10 @@ def _matrices(model: PolicyModel) -> tuple[list[str], list[str]]:
 
 
 def adapter_weights(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield peft's names (`base_model.model.NAME.lora_A.weight`) and tensors; every rank must ask.
+    """Yield peft's names (`base_model.model.NAME.lora_A.weight`) and tensors; all ranks call this.
 
     Raises:
-        ConfigError: experts' stacked matrices are adapted, which servers cannot load.
+        ConfigError: stacked expert matrices are adapted, which servers cannot load.
     """
     if any(hasattr(module, "parameter_name") for module in model.layers.modules()):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Factors of every learning rate: the schedule, step by step, and the staleness of a batch."""
+"""Factors of all learning rates: the schedule over steps, and the staleness of a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from areal_gym.errors import ConfigError
 
 
 def require_steps(config: TrainerConfig) -> None:
-    """Raise ConfigError if the rate is to fall and nothing says by which step."""
+    """Raise ConfigError if the learning rate decays and the number of steps is not set."""
     schedule = config.lr_schedule
     if schedule.id != "constant" and schedule.steps is None:
         raise ConfigError(
@@ -21,8 +21,8 @@ def require_steps(config: TrainerConfig) -> None:
 def lr_factor(config: TrainerConfig, num_steps: int) -> float:
     """Return the factor of the learning rates in the step after `num_steps` steps.
 
-    The warm-up is one step ahead of that of transformers' schedules, whose first step has rate 0;
-    after it the factors are theirs.
+    The warm-up is one step ahead of transformers' schedules, whose first step has a rate of 0;
+    after it, the factors are the same.
     """
     schedule, warmup = config.lr_schedule, config.warmup_steps
     if num_steps < warmup:
@@ -33,24 +33,25 @@ def lr_factor(config: TrainerConfig, num_steps: int) -> float:
     begin = warmup
     if schedule.id == "wsd":
         begin = max(warmup, schedule.steps - max(1, round(schedule.decay_share * schedule.steps)))
-    over = min(1.0, max(0, num_steps - begin) / max(1, schedule.steps - begin))
+    progress = min(1.0, max(0, num_steps - begin) / max(1, schedule.steps - begin))
     if schedule.id == "cosine":
-        factor = 0.5 * (1 + math.cos(math.pi * over))
+        factor = 0.5 * (1 + math.cos(math.pi * progress))
     elif schedule.id == "wsd" and schedule.decay == "sqrt":
-        factor = 1 - math.sqrt(over)
+        factor = 1 - math.sqrt(progress)
     else:
-        factor = 1 - over
+        factor = 1 - progress
     return schedule.min_ratio + (1 - schedule.min_ratio) * factor
 
 
 def stale_factor(config: TrainerConfig, staleness: float, num_updates: int) -> float:
     """Return the factor of the learning rates for a batch of this mean staleness.
 
-    1 / sqrt(1 + staleness_damping * staleness * (num_updates - 1)). The gradient of a stale batch
-    says where to go from where the policy was. Optimizers that normalise, AdamW and Muon, follow it
-    by full steps, whatever clips and masks leave of it, until batches arrive that know of them.
-    With one update a step that was harmless up to 8 versions; with several, each on a part of the
-    batch, the policy overshoots. Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep
-    Learning", divide by the staleness alone; the root costs old batches less (docs/asynchrony.md).
+    1 / sqrt(1 + staleness_damping * staleness * (num_updates - 1))
+
+    A stale batch's gradient points from where the policy was. Optimizers that normalise (AdamW,
+    Muon) follow it in full steps, however little clips and masks leave of it. With one update per
+    step this was harmless up to 8 versions; with several updates, each on a part of the batch, the
+    policy overshoots. Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning",
+    divide by the staleness itself; the root damps old batches less (docs/asynchrony.md).
     """
     return 1 / math.sqrt(1 + config.staleness_damping * staleness * (num_updates - 1))

@@ -1,4 +1,4 @@
-"""The optimizer of a trainer: AdamW, its 8-bit variant, or Muon on the matrices."""
+"""The optimizer of a trainer: AdamW, AdamW with 8-bit moments, or Muon on the matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
 
 class Optimizer:
-    """One or two optimizers of torch, whose `step` clips, applies and clears the gradients."""
+    """Wraps one or two torch optimizers; `step` clips, applies and clears the gradients."""
 
     def __init__(self, module: nn.Module, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
@@ -56,13 +56,13 @@ class Optimizer:
     def step(self, scale: float = 1.0, *, is_usable: bool = True) -> float:
         """Apply the gradients with learning rates times `scale`; return the gradient's norm.
 
-        They are only cleared when the norm is not finite, or they are not usable.
+        If the norm is not finite or the gradients are not usable, they are only cleared.
         """
         norm = clip_gradients(self._parameters, self._max_grad_norm, self._ranks)
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
                 rate = group["initial_lr"] * scale
-                if isinstance(group["lr"], Tensor):  # compiled code reads it
+                if isinstance(group["lr"], Tensor):  # compiled code reads this tensor
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
@@ -73,11 +73,11 @@ class Optimizer:
 
     @property
     def parts(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of torch."""
+        """The torch optimizers."""
         return list(self._optimizers.values())
 
     def to(self, device: torch.device) -> None:
-        """Move the states to a device; the parameters are the module's business."""
+        """Move the states to a device; the parameters are not moved."""
         for optimizer in self._optimizers.values():
             for tensors in optimizer.state.values():
                 for name, tensor in tensors.items():
@@ -94,7 +94,7 @@ class Optimizer:
         }
 
     def allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
-        """Make room for saved states, for `states` to return; values are arbitrary.
+        """Allocate saved states, so that `states` returns them; their values are arbitrary.
 
         States of other parameters, or of another optimizer, are skipped.
         """
@@ -107,7 +107,7 @@ class Optimizer:
         by_owner: dict[str, dict[str, TensorStorageMetadata]] = {}
         for name, meta in saved.items():
             owner, _, part = name.rpartition(".")
-            if owner not in owners:  # a part of a moment
+            if owner not in owners:  # the name of a moment's part has one dot more
                 owner, _, moment = owner.rpartition(".")
                 part = f"{moment}.{part}"
             if owner in owners:
@@ -131,12 +131,12 @@ def _own_rates(names: Sequence[str], lr_groups: Mapping[str, float]) -> dict[str
     for pattern, rate in lr_groups.items():
         fitting = fnmatch.filter(names, pattern)
         if not fitting:
-            kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
+            patterns = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
             raise ConfigError(
                 f"trainer.lr_groups has {pattern!r}, which fits no parameter that is trained",
                 hints=[
-                    did_you_mean(pattern, kinds),
-                    f"parameters: {', '.join(kinds[:40])}" + (", ..." if kinds[40:] else ""),
+                    did_you_mean(pattern, patterns),
+                    f"parameters: {', '.join(patterns[:40])}" + (", ..." if patterns[40:] else ""),
                 ],
             )
         for name in fitting:
@@ -147,7 +147,7 @@ def _own_rates(names: Sequence[str], lr_groups: Mapping[str, float]) -> dict[str
 def _groups(
     parameters: Mapping[str, Tensor], own_rates: Mapping[str, float], lr: float
 ) -> list[dict[str, Any]]:
-    """Return parameter groups of one mesh and one learning rate each."""
+    """Return parameter groups, each of one mesh and one learning rate."""
     by_rate: dict[float, list[Tensor]] = {}
     for name, parameter in parameters.items():
         by_rate.setdefault(own_rates.get(name, lr), []).append(parameter)
@@ -159,7 +159,7 @@ def _groups(
 
 
 def _empty(meta: TensorStorageMetadata, parameter: Tensor) -> Tensor:
-    """Return a tensor like the parameter, sharded as it is, or a single number."""
+    """Return an empty tensor that is sharded like the parameter, or a scalar."""
     dtype = meta.properties.dtype
     if meta.size == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Errors of memory that is not enough, with the settings that need less of it."""
+"""Turns failed allocations into errors that name the settings which need less memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DEATH_HINTS = ("the same command with --resume goes on from the last checkpoint"
 
 
 def out_of_memory(error: BaseException) -> TrainError | None:
-    """Return the error to report for a failed allocation; None where `error` is something else."""
+    """Return the error to report for a failed allocation; None if `error` is not one."""
     text = str(error)
     is_gpu = isinstance(error, torch.OutOfMemoryError)
-    # torch has no class of its own for the host's memory; C++ code outside its allocator says
+    # torch has no exception class for host memory; C++ code outside its allocator says
     # "std::bad_alloc".
     is_host = any(word in text for word in ("DefaultCPUAllocator", "std::bad_alloc"))
     if not (is_gpu or is_host or isinstance(error, MemoryError)):
@@ -36,7 +36,7 @@ def out_of_memory(error: BaseException) -> TrainError | None:
 
 @contextmanager
 def readable_memory_errors() -> Iterator[None]:
-    """Raise a TrainError for an allocation that fails inside."""
+    """Raise a TrainError if an allocation in the block fails."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,8 +1,8 @@
-"""The pieces of a whole tensor that a rank has, where its part is not one rectangle of it.
+"""The pieces of a tensor that a rank has, if its part is not one rectangle of the whole.
 
-A matrix that packs two (gate and up) is divided by tensor parallelism so that each rank has rows of
-both: one tensor on the rank, two pieces of the whole. torch.distributed.checkpoint (2.13) takes it
-for one piece, writes it to the wrong place, or refuses to, and reads it from there.
+A matrix that packs two others (gate and up) is divided by tensor parallelism so that each rank has
+rows of both: one tensor on the rank, but two pieces of the whole. torch.distributed.checkpoint
+(2.13) assumes one piece, and writes it to the wrong place and reads it from there, or fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 class _Run(NamedTuple):
-    """Neighbours along one dimension, on the rank and in the whole."""
+    """A run of neighbours along one dimension, on the rank and in the whole tensor."""
 
     start: int
     whole_start: int
@@ -31,9 +31,9 @@ class _Run(NamedTuple):
 
 
 def in_pieces(tensor: Tensor) -> Tensor:
-    """Return a tensor whose pieces a checkpoint writes and reads, in the memory of the given one.
+    """Return a view of the tensor that a checkpoint writes and reads piece by piece.
 
-    All tensors but those with several pieces on this rank are returned as they are.
+    A tensor that has only one piece on this rank is returned unchanged.
     """
     if not isinstance(tensor, DTensor) or not any(
         isinstance(placement, _StridedShard) for placement in tensor.placements
@@ -50,19 +50,19 @@ def in_pieces(tensor: Tensor) -> Tensor:
     if len(pieces) < 2:
         return tensor
     make: Any = torch.Tensor._make_wrapper_subclass
-    made: _Pieces = make(_Pieces, tensor.shape, dtype=tensor.dtype)
-    made.pieces = pieces
-    return made
+    view: _Pieces = make(_Pieces, tensor.shape, dtype=tensor.dtype)
+    view.pieces = pieces
+    return view
 
 
 class _Pieces(Tensor):
-    """What a checkpoint asks of a tensor that has several pieces; it can do nothing else.
+    """A tensor of several pieces, for checkpoints only.
 
-    These three methods are how torch asks its own sharded tensors.
+    torch asks its own sharded tensors by the same three methods.
     """
 
     pieces: dict[tuple[int, ...], Tensor]
-    """By where each begins in the whole."""
+    """The pieces, by their offsets in the whole tensor."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -93,7 +93,7 @@ class _Pieces(Tensor):
 
 
 def _runs(tensor: DTensor, dim: int) -> list[_Run]:
-    """Return this rank's part of one dimension: the places of the whole, laid out like it."""
+    """Return this rank's part of one dimension as runs of neighbouring places in the whole."""
     placements = [
         _StridedShard(0, split_factor=placement.split_factor)
         if isinstance(placement, _StridedShard) and placement.dim == dim

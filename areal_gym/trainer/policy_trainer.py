@@ -1,4 +1,4 @@
-"""The base of trainers on groups and on fixed data: weights, optimizer, ranks and checkpoints."""
+"""The base of trainers on groups and on examples: weights, optimizer, ranks and checkpoints."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _MAX_BAD_UPDATES = 3
 class PolicyTrainer:
     """Trains a decoder in this process, alone or as one of several ranks.
 
-    A subclass calls `_prepare_training` at the end of its own `__init__`, after it has copied the
-    weights that it needs as they are at first.
+    A subclass calls `_prepare_training` at the end of its `__init__`, after it has copied any
+    initial weights that it needs.
 
     Raises:
-        ConfigError: weights that are not float32, or a schedule without an end.
+        ConfigError: the weights are not float32, or the learning-rate schedule has no end.
     """
 
     def __init__(self, decoder: PolicyModel, config: TrainerConfig, ranks: Ranks) -> None:
@@ -65,33 +65,34 @@ class PolicyTrainer:
         self._num_bad = 0
         self._frozen_models: list[PolicyModel] = []
         self._kept: dict[str, Any] = {}
-        """What rank tasks leave here, such as the process group with the servers."""
-        # A frozen policy is run by the same code: another one would round differently.
+        """Objects that rank tasks keep here, such as the process group with the servers."""
+        # Frozen policies use the same model code, because another one would round differently.
         self._loader = ModelLoader(
             backend="tiny" if isinstance(decoder, Decoder) else "transformers",
             trusts_code=decoder.trusts_code,
         )
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and tensors, an adapter merged; copy them before a step.
+        """Yield Hugging Face names and tensors, with the adapter merged; copy them before a step.
 
-        With `dtype`, floating-point ones are in that type: half the bytes are gathered in bfloat16.
+        Floating-point tensors are cast to `dtype` before they are gathered: bfloat16 halves the
+        bytes.
         """
         if dtype is None or self.config.lora is not None:  # adapters are merged before rounding
             return cast_all(self.decoder.published(full), dtype)
         return self.decoder.published(lambda tensor: full(cast(tensor, dtype)))
 
     def run_in_ranks(self, task: RankTask[_T]) -> _T:
-        """Run a task beside the weights; every rank must call this."""
+        """Run a task with the weights on this rank; every rank must call this."""
         return task(RankSide(self.weights, self._ranks, self._kept))
 
     def checkpoint_bytes(self) -> int:
-        """Return about how many bytes a checkpoint takes: weights, and AdamW's two per weight."""
+        """Return the approximate bytes of a checkpoint: weights, and AdamW's moments."""
         weights = self._exported_weights.num_bytes(self._ranks.size)
         return weights + room_for_moments(self.decoder)
 
     def states(self) -> dict[str, Tensor]:
-        """Return the live tensors that a checkpoint keeps besides the policy's weights, by name.
+        """Return, by name, the live tensors that a checkpoint keeps besides the policy's weights.
 
         There is no random state: seeds derive from the run's seed and a group's number.
         """
@@ -105,16 +106,17 @@ class PolicyTrainer:
         return states | prefixed("adapter", adapter)
 
     def save(self, directory: Path) -> Future[None]:
-        """Write `states` into a new directory: when this returns, they may change already.
+        """Write `states` into a new directory; they may change as soon as this returns.
 
-        The result is done when all is on the disk; else it has the OSError, or what else happened.
+        Returns a future that is done when all is on disk; it holds any error, such as OSError.
         """
         return self._files.save(self.states(), directory)
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
         """Write the weights into a directory, and `states` into its folder "trainer".
 
-        All ranks call this, and each writes its part; else as `save`.
+        All ranks call this, and each writes its part. The tensors may change as soon as this
+        returns; the future is like that of `save`.
         """
         with self._files.copying():
             weights = self._exported_weights.save(self._files, directory)
@@ -133,17 +135,17 @@ class PolicyTrainer:
             torch.accelerator.empty_cache()
 
     def reload(self) -> None:
-        """Move them back to the GPU; must come before the next step."""
+        """Move weights and optimizer states back to the GPU, before the next step."""
         self._move(self._device)
 
     def load(self, directory: Path) -> None:
-        """Continue where `save` was called, by as many ranks or by others.
+        """Restore what `save` wrote, with the same or another number of ranks.
 
-        Master weights that `save_checkpoint` left in the directory are read as well; otherwise the
-        trainer's weights must be those of the checkpoint.
+        Master weights that `save_checkpoint` left in the directory are restored as well; otherwise
+        the trainer must have the checkpoint's weights already.
 
         Raises:
-            TrainError: these are the states of another optimizer, or of no critic.
+            TrainError: the states are of another optimizer, or lack the critic's.
         """
         masters = directory / MASTER_WEIGHTS
         if masters.is_dir():
@@ -158,7 +160,7 @@ class PolicyTrainer:
         return [self.decoder, self._optimizer, *self._frozen_models]
 
     def _move(self, device: torch.device) -> None:
-        if not self.config.cpu_offload:  # with it FSDP2 keeps all in host memory, and refuses
+        if not self.config.cpu_offload:  # then FSDP2 keeps all in host memory, and refuses moves
             for part in self._parts():
                 part.to(device)
 
@@ -168,7 +170,7 @@ class PolicyTrainer:
     def _prepare_training(self, heads: Sequence[str] = ()) -> None:
         """Add the adapter, shard the decoder and make its optimizer.
 
-        `heads` are modules that are trained beside an adapter.
+        `heads` names modules that are trained beside an adapter.
         """
         if (vision := getattr(self.decoder, "vision", None)) is not None:
             vision.set_trained(self.config.vision)
@@ -202,17 +204,17 @@ class PolicyTrainer:
         return lr_factor(self.config, self.num_steps)
 
     def _note_update(self, norm: float, *, is_loss_finite: bool, hints: Sequence[str] = ()) -> bool:
-        """Return whether the update was applied; stop when several in a row were not.
+        """Return whether the update was applied.
 
         Raises:
-            NotFiniteError: this is one of too many.
+            NotFiniteError: several updates in a row were not.
         """
         if is_loss_finite and math.isfinite(norm):
             self._num_bad = 0
             return True
         self._num_bad += 1
         if self._num_bad == _MAX_BAD_UPDATES:
-            self._num_bad = 0  # a caller that goes on from here may try as often
+            self._num_bad = 0  # a caller that continues may try as often again
             raise NotFiniteError(
                 f"{'the gradient' if is_loss_finite else 'the loss'} was not finite "
                 f"{_MAX_BAD_UPDATES} times in a row; nothing was applied",

@@ -24,10 +24,8 @@ from areal_gym.trainer.parallel.rank_group import Ranks
 def gather_rows(ranks: Ranks, by_row: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return the values of all ranks' rows, on the CPU if there are several data ranks.
 
-    Every rank must call this.
-
-    A rank sends one flat tensor: a view would take its whole storage along, and a tensor of a GPU
-    would arrive on that GPU.
+    Every rank must call this. A rank sends one flat tensor, because a view would carry its whole
+    storage, and a tensor on a GPU would arrive on that GPU.
     """
     if ranks.num_data_ranks == 1:
         return dict(by_row)
@@ -40,7 +38,7 @@ def gather_rows(ranks: Ranks, by_row: Mapping[int, Tensor]) -> dict[int, Tensor]
 
 
 class RowPasses:
-    """Forward passes of rows of tokens. `temperature` is that of sampling."""
+    """Runs forward passes of token rows; `temperature` is the sampling temperature."""
 
     def __init__(
         self, decoder: PolicyModel, config: TrainerConfig, ranks: Ranks, temperature: float
@@ -54,9 +52,9 @@ class RowPasses:
     def microbatches(
         self, rows: Sequence[TokenSequence], *minibatches: Sequence[int]
     ) -> Iterator[tuple[PackedBatch, list[int], bool]]:
-        """Yield (packed rows, their places in `rows`, whether they count) of this rank's shares.
+        """Yield (packed rows, their indexes in `rows`, whether they count) of this rank's shares.
 
-        Each minibatch is shared by itself, so that a rank reads the tokens of the same rows in
+        Each minibatch is shared out separately, so that a rank reads the tokens of the same rows in
         every pass.
         """
         share = self._decoder.can_share_prompts
@@ -72,10 +70,10 @@ class RowPasses:
         mine, spare = own_members(self._ranks, minibatches, [len(row) for row in rows])
         mine_rows = [packed[i] for i in mine]
         parts = split_by_tokens(mine_rows, self._config.tokens_per_microbatch)
-        has_images = any(row.images for row in rows)  # of any rank: all know all rows' pictures
+        has_images = any(row.images for row in rows)  # on any rank: all know the images of all rows
         if has_images:
             most = self._config.patches_per_microbatch
-            parts = [part for each in parts for part in split_by_patches(mine_rows, each, most)]
+            parts = [cut for part in parts for cut in split_by_patches(mine_rows, part, most)]
         passes = self._ranks.equal_passes([[mine[j] for j in part] for part in parts], spare)
         for indexes, is_mine in passes:
             batch = pack([packed[i] for i in indexes], self._device, has_images=has_images)
@@ -92,7 +90,7 @@ class RowPasses:
     ) -> TokenScores:
         """Score the trained tokens of a packed batch of `rows`, by default with the policy.
 
-        `temperature` is that of sampling by default.
+        `temperature` defaults to the sampling temperature.
         """
         masks = [row.loss_mask for row in rows]
         with autocast(self._device, self._config):
@@ -112,34 +110,43 @@ class RowPasses:
         temperature: float | None = None,
         members: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Return log-probabilities of each row's trained tokens, by default under the policy.
+        """Return the log-probabilities of each row's trained tokens, by default under the policy.
 
-        `temperature` is that of sampling by default; `members`, those of one update, leave the
-        other rows out.
+        Args:
+            rows: the rows of the batch.
+            decoder: scores the rows instead of the policy.
+            temperature: the sampling temperature by default.
+            members: indexes of the rows to score, those of one update; by default all.
+
+        Returns:
+            One tensor [T] per scored row.
         """
 
-        def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
+        def score_rows(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
             logprobs_T = self.scores(batch, packed, decoder, temperature=temperature).logprobs
             return torch.split(logprobs_T, [row.num_trainable for row in packed])
 
-        return self._without_gradient(rows, look, decoder or self._decoder, members=members)
+        return self._without_gradient(rows, score_rows, decoder or self._decoder, members=members)
 
     def values(
         self, rows: Sequence[TokenSequence], critic: Critic, num_trajectories: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the critic's values before each token [T], and at the end of what was cut [G]."""
+        """Return the critic's values before each token [T], and at the ends of truncated ones [G].
 
-        def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
+        The second is 0 for a trajectory that was not truncated.
+        """
+
+        def predict_rows(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
             masks = [row.loss_mask for row in packed]
             with autocast(self._device, self._config):
                 before_T, after_B = critic.before_and_after(self._decoder, batch, masks)
             parts = torch.split(before_T, [row.num_trainable for row in packed])
             return [torch.cat(pair) for pair in zip(parts, after_B.split(1), strict=True)]
 
-        values_of_rows = self._without_gradient(rows, look, self._decoder, critic.trunk)
+        values_of_rows = self._without_gradient(rows, predict_rows, self._decoder, critic.trunk)
         final_values_G = torch.zeros(num_trajectories, dtype=torch.float64)
         for row, values in zip(rows, values_of_rows, strict=True):
-            # Of a trajectory with several branches the last one counts.
+            # The last branch of a trajectory counts.
             final_values_G[row.trajectory_id] = float(values[-1]) if row.is_truncated else 0.0
         return torch.cat([values[:-1] for values in values_of_rows]), final_values_G
 
@@ -147,11 +154,11 @@ class RowPasses:
     def _without_gradient(
         self,
         rows: Sequence[TokenSequence],
-        look: Callable[[PackedBatch, list[TokenSequence]], Sequence[Tensor]],
+        run: Callable[[PackedBatch, list[TokenSequence]], Sequence[Tensor]],
         *gathered: nn.Module | None,
         members: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Return what `look` gives for each row, in order; `gathered` modules are passed."""
+        """Return the result of `run` for each row, in order; it passes the `gathered` modules."""
         by_row: dict[int, Tensor] = {}
         minibatches: Sequence[Sequence[int]] = (
             split_by_group([row.group_id for row in rows], self._config.minibatches)
@@ -159,7 +166,7 @@ class RowPasses:
             else [members]
         )
         for batch, indexes, is_mine in self.microbatches(rows, *minibatches):
-            values = look(batch, [rows[i] for i in indexes])
+            values = run(batch, [rows[i] for i in indexes])
             if is_mine:
                 by_row.update(zip(indexes, values, strict=True))
         drop_gathered(*gathered)

@@ -1,7 +1,7 @@
-"""Reads the index of saved states, `.metadata`, without running what is in it.
+"""Reads the index of saved states, `.metadata`, without running code that it may contain.
 
-`torch.distributed.checkpoint` reads the index with `pickle.load`, which runs whatever the file
-says, and a run directory may be another person's. Here an unpickler makes inert records of the few
+`torch.distributed.checkpoint` reads the index with `pickle.load`, which runs any code in the file,
+and a run directory may come from another person. Here an unpickler makes inert records for the few
 names of torch's format; a second pass checks every field and builds torch's own objects. Any other
 name, shape or type is refused. Tensors themselves are read by torch with `weights_only`.
 """
@@ -33,7 +33,7 @@ from areal_gym.utils.files import read_bytes
 _T = TypeVar("_T")
 INDEX_NAME = ".metadata"
 _MOST_BYTES = 2**28
-"""An index of a million pieces is smaller."""
+"""The limit on the size of an index; one of a million pieces is smaller."""
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
@@ -42,7 +42,7 @@ _RECORDS = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
-    # The place where the checkpoint was written; it is skipped.
+    # The path where the checkpoint was written; it is skipped.
     "pathlib": ("PosixPath", "WindowsPath"),
     "pathlib._local": ("PosixPath",),
 }
@@ -53,12 +53,12 @@ _DTYPES = (
 
 
 class _Record:
-    """Stands for an object of torch's: keeps what the pickle gives it, and does nothing."""
+    """Stands for one of torch's objects: keeps what the pickle gives it, and does nothing."""
 
     arguments: tuple[Any, ...]
     fields: Any
 
-    def __new__(cls, *arguments: Any) -> _Record:  # the pickle may call this alone
+    def __new__(cls, *arguments: Any) -> _Record:  # the pickle may call only this
         record = super().__new__(cls)
         record.arguments, record.fields = arguments, {}
         return record
@@ -70,9 +70,9 @@ class _Record:
         self.fields = state
 
 
-# The unpickler written in Python: the one in C sets aside memory for any index that a file names.
+# This is the unpickler in Python: the one in C allocates memory for any index that a file names.
 class _Unpickler(pickle._Unpickler):
-    """Makes records of the names that an index needs, and refuses all others."""
+    """Makes records for the names that an index needs, and refuses all others."""
 
     def __init__(self, raw: bytes) -> None:
         super().__init__(io.BytesIO(raw))
@@ -93,7 +93,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 class StateReader(FileSystemReader):
-    """torch's reader of checkpoints, with an index that is read as data, unless it is given."""
+    """torch's checkpoint reader, with an index that is read as data or given."""
 
     def __init__(self, directory: Path, index: Metadata | None = None) -> None:
         super().__init__(directory)
@@ -110,7 +110,7 @@ def read_index(directory: Path) -> Metadata:
     """Return names, shapes and places of the tensors that were saved in a directory.
 
     Raises:
-        ConfigError: the index is missing or damaged, or says what no index does.
+        ConfigError: the index is missing or damaged, or contains what no index needs.
     """
     file = directory / INDEX_NAME
     try:
@@ -119,12 +119,12 @@ def read_index(directory: Path) -> Metadata:
         reason = str(error) or type(error).__name__
         raise ConfigError(
             f"cannot read {file}: {reason}",
-            hints=["is it of another program? an index names tensors and files, and nothing else"],
+            hints=["did another program write it? an index names only tensors and files"],
         ) from None
 
 
 def _checked(record: Any) -> Metadata:
-    """Build torch's objects from records whose every field is what it should be."""
+    """Build torch's objects from records after checking every field."""
     fields = _fields(record, "Metadata")
     tensors = {
         _typed(name, str): _tensor(record)
@@ -137,7 +137,7 @@ def _checked(record: Any) -> Metadata:
     for index, piece in pieces.items():
         room[index.fqn] += piece.length
     for name, tensor in tensors.items():
-        # Memory is set aside for what the index promises, before any of it has been read.
+        # Memory is allocated by the index's sizes before any tensor has been read.
         if math.prod(tensor.size) * tensor.properties.dtype.itemsize > room[name]:
             raise ConfigError(f"the tensor {name!r} is larger than what was saved of it")
     return Metadata(state_dict_metadata=dict(tensors), storage_data=pieces)
@@ -149,11 +149,12 @@ def _tensor(record: Any) -> TensorStorageMetadata:
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, torch.dtype):
         raise ConfigError("a tensor has no type")
+    chunk_fields = [
+        _fields(chunk, "ChunkStorageMetadata") for chunk in _typed(fields["chunks"], list)
+    ]
     chunks = [
         ChunkStorageMetadata(offsets=_size(chunk["offsets"]), sizes=_size(chunk["sizes"]))
-        for chunk in (
-            _fields(each, "ChunkStorageMetadata") for each in _typed(fields["chunks"], list)
-        )
+        for chunk in chunk_fields
     ]
     size = _size(fields["size"])
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
@@ -175,13 +176,13 @@ def _piece(record: Any) -> _StorageInfo:
     if fields.get("transform_descriptors"):
         raise ConfigError("a piece is transformed, which areal-gym never does")
     if not name.endswith(".distcp") or "/" in name or "\0" in name:
-        raise ConfigError(f"a piece lies in {name!r}, which is no file of this checkpoint")
+        raise ConfigError(f"a piece is in {name!r}, which is not a file of this checkpoint")
     return _StorageInfo(name, _count(fields["offset"]), _count(fields["length"]))
 
 
 def _record(value: Any, name: str) -> _Record:
     if not isinstance(value, _Record) or type(value).__name__ != name:
-        raise ConfigError(f"there is no {name} where one belongs")
+        raise ConfigError(f"a {name} is missing")
     return value
 
 
@@ -194,21 +195,21 @@ def _fields(value: Any, name: str) -> Mapping[str, Any]:
     return fields
 
 
-def _typed(value: Any, kind: type[_T]) -> _T:
-    if type(value) is not kind:
-        raise ConfigError(f"there is no {kind.__name__} where one belongs")
+def _typed(value: Any, type_: type[_T]) -> _T:
+    if type(value) is not type_:
+        raise ConfigError(f"a {type_.__name__} is missing")
     return value
 
 
 def _count(value: Any) -> int:
     count = _typed(value, int)
     if not 0 <= count < 2**63:
-        raise ConfigError(f"{count} is no count")
+        raise ConfigError(f"{count} is not a count")
     return count
 
 
 def _size(value: Any) -> torch.Size:
     numbers = _record(value, "Size").arguments
     if len(numbers) != 1 or not isinstance(numbers[0], tuple):
-        raise ConfigError("there is no size where one belongs")
+        raise ConfigError("a size is missing")
     return torch.Size([_count(number) for number in numbers[0]])

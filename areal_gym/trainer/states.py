@@ -1,11 +1,11 @@
-"""A trainer's states on disk: `torch.distributed.checkpoint`, each rank with its own part.
+"""A trainer's states on disk, by `torch.distributed.checkpoint`; each rank has its own part.
 
-    __0_0.distcp, __1_0.distcp, ...    what each rank holds of the tensors
-    .metadata                          names and shapes, and where each piece lies; written last;
+    __0_0.distcp, __1_0.distcp, ...    each rank's part of the tensors
+    .metadata                          names and shapes, and the place of each piece; written last;
                                        read as data (`trainer.state_index`)
 
-A rank that reads a sharded tensor takes its own part from all the files. So any number of ranks
-reads what any other number wrote, and no rank ever holds the whole.
+A rank that reads a sharded tensor takes its part from all files. So any number of ranks can read
+what any other number wrote, and no rank ever holds a whole tensor.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from areal_gym.trainer.packed_pieces import in_pieces
 from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.trainer.state_index import StateReader, read_index
 
-# torch warns even callers that have asked for just that.
+# torch warns even callers that asked for this.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class StateFiles:
-    """Writes and reads named tensors; all ranks call the same methods in the same order.
+    """Writes named tensors in a thread, while training continues, and reads them.
 
-    A thread writes, so that training goes on.
+    All ranks call the same methods in the same order.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -51,27 +51,26 @@ class StateFiles:
 
     @cached_property
     def _group(self) -> torch.distributed.ProcessGroup | None:
-        """Another group than that of training, which goes on meanwhile."""
+        """A process group apart from that of training, which continues meanwhile."""
         return torch.distributed.new_group(backend="gloo") if self.ranks.size > 1 else None
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Wait until all is written, so that there is one set of copies; then write nothing.
+        """Wait until all earlier jobs have written; jobs submitted in the block begin after it.
 
-        In the block tensors are copied and jobs are submitted, which begin after it: a thread that
-        writes would slow the copying down.
+        So there is one set of copies at a time, and no thread that writes slows the copying down.
         """
-        if self._copying.locked():  # by this very thread: a checkpoint is copied by several calls
+        if self._copying.locked():  # by this thread: several calls copy one checkpoint
             yield
             return
         wait(self._jobs)
         self._jobs.clear()
-        _ = self._group  # made here, in the order of the ranks' other groups
+        _ = self._group  # created here, in the same order on all ranks
         with self._copying:
             yield
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Let the thread that writes do a job, after those before it."""
+        """Run a job in the writing thread, after the jobs before it."""
 
         def run() -> None:
             with self._copying:
@@ -85,17 +84,17 @@ class StateFiles:
         """Copy the tensors, which may change afterwards; a thread writes the copies.
 
         Returns:
-            Done when everything is on disk; else it has the OSError, or what else happened.
+            A future that is done when everything is on disk; it holds any error, such as OSError.
         """
         with self.copying():
             copies = {name: copied(tensor) for name, tensor in states.items()}
             return self.submit(lambda: self.write(copies, directory))
 
     def load(self, states: Mapping[str, Tensor], directory: Path) -> None:
-        """Read into these tensors, which have the shapes that `saved_tensors` tells.
+        """Read into these tensors, whose shapes `saved_tensors` tells.
 
         Raises:
-            TrainError: there are others, or there is none for one of these.
+            TrainError: names are missing on disk, or other names are there.
         """
         _require_same_names(states.keys(), saved_tensors(directory).keys())
         with _reason_alone():
@@ -112,15 +111,15 @@ class StateFiles:
         if self.ranks.size > 1:
             errors *= self.ranks.size
             torch.distributed.all_gather_object(errors, error, group=self._group)
-        for each in errors:
-            if each is not None:
-                raise each
+        for rank_error in errors:
+            if rank_error is not None:
+                raise rank_error
 
     def write(self, copies: Mapping[str, Tensor], directory: Path) -> None:
-        """Write tensors that nothing changes meanwhile, in a job; each rank writes its part.
+        """Write tensors that nothing changes meanwhile; called in a job. Each rank writes its part.
 
         Raises:
-            OSError: the disk of a rank is full or cannot be written.
+            OSError: a rank's disk is full or not writable.
         """
         with _reason_alone():
             save(
@@ -132,12 +131,12 @@ class StateFiles:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory; of a sharded tensor, of this rank's part."""
+    """Return a copy in host memory; of a sharded tensor, a copy of this rank's part."""
     return tensor.detach().to("cpu", copy=True)
 
 
 class SavedTensors:
-    """Reads whole tensors that were written by any number of ranks, one at a time, in any process.
+    """Reads whole tensors one at a time, in any process, whatever number of ranks wrote them.
 
     Raises:
         ConfigError: the index is missing or damaged.
@@ -157,13 +156,13 @@ class SavedTensors:
 
 
 def saved_tensors(directory: Path) -> Mapping[str, TensorStorageMetadata]:
-    """Return names, shapes and types of the tensors that were written there."""
+    """Return the shapes and types of the tensors that were saved in a directory, by name."""
     tensors = read_index(directory).state_dict_metadata.items()
     return {name: meta for name, meta in tensors if isinstance(meta, TensorStorageMetadata)}
 
 
 def require_whole_states(directory: Path) -> None:
-    """Refuse states of which a file is missing, or shorter than it was (ConfigError)."""
+    """Raise ConfigError if a file of the states is missing, or shorter than its index says."""
     lengths: dict[str, int] = {}
     for piece in read_index(directory).storage_data.values():
         name, end = piece.relative_path, piece.offset + piece.length
@@ -176,7 +175,7 @@ def require_whole_states(directory: Path) -> None:
 
 
 def room_for_moments(module: nn.Module) -> int:
-    """Return the bytes, on all ranks, of AdamW's two numbers per trained weight."""
+    """Return the bytes, over all ranks, of AdamW's two moments of the trained weights."""
     return sum(8 * p.numel() for p in module.parameters() if p.requires_grad)
 
 
@@ -188,7 +187,7 @@ def prefixed(prefix: str, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def below(
     prefix: str, saved: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors named `prefix.name`, by name."""
+    """Return the tensors named `prefix.name`, by `name`."""
     start = prefix + "."
     return {n.removeprefix(start): meta for n, meta in saved.items() if n.startswith(start)}
 
@@ -196,7 +195,7 @@ def below(
 def _require_same_names(ours: Set[str], theirs: Set[str]) -> None:
     missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
     if any(name.startswith("critic.") for name in missing):
-        raise TrainError("it holds no critic like ours, which trainer.advantage needs")
+        raise TrainError("it has no critic like ours, which trainer.advantage needs")
     if missing or unknown:
         raise TrainError(
             "it was saved with other settings of the trainer: "
@@ -210,7 +209,7 @@ class _Writer(FileSystemWriter):
         try:
             return super().write_data(*arguments)
         except RuntimeError as error:
-            # Of a full disk, torch.save reports that it stands at another place than it thought.
+            # For a full disk, torch.save reports an unexpected file position.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
@@ -221,7 +220,7 @@ class _Writer(FileSystemWriter):
 
 @contextmanager
 def _reason_alone() -> Iterator[None]:
-    """Raise the error of the first rank that failed, without the other ranks' stacks."""
+    """Raise the first failed rank's error, without the other ranks' stacks."""
     try:
         yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""The advantages of a step: shaped rewards, penalties and values in, columns and metrics out."""
+"""Computes the advantages of a step from rewards, penalties and values."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.row_passes import RowPasses
 
-_NEWEST = 0.1
+_PAST_MEAN_WEIGHT = 0.1
 """The weight of a step in the running mean of rewards."""
 _ROLE_DECAY = 0.95
-"""The weight of the old mean of a role's rewards against one trajectory's (SPIRAL)."""
+"""The weight of a role's old mean reward when one trajectory is added (SPIRAL, 2506.24119)."""
 _MAX_ROLES = 64
 
 
 class StepAdvantages:
-    """Computes the advantages of each step, and keeps the mean of earlier steps' rewards."""
+    """Computes the advantages of each step, and keeps running means of earlier steps' rewards."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class StepAdvantages:
         self._passes = passes
         self._critic = critic
         self._max_new_tokens = max_new_tokens
-        # Not a number before the first step.
+        # NaN before the first step.
         self._past_mean = torch.tensor(math.nan, dtype=torch.float64)
         self._role_ids = torch.zeros(_MAX_ROLES, dtype=torch.int64)
-        """A number made from each role's name; 0 where there is no role yet."""
+        """A number made from each role's name; 0 in slots without a role."""
         self._role_means = torch.zeros(_MAX_ROLES, dtype=torch.float64)
 
     def states(self) -> dict[str, Tensor]:
@@ -75,7 +75,10 @@ class StepAdvantages:
     def __call__(
         self, every_row: list[TokenSequence], rows: list[TokenSequence], columns: TokenBatch
     ) -> dict[str, float]:
-        """Add advantages, and the critic's targets, to the columns; return metrics."""
+        """Write advantages and the critic's targets into the columns; return metrics.
+
+        `every_row` includes rows without a token to train on, whose rewards count; `rows` does not.
+        """
         config = self._config
         make_inputs = advantage_inputs if self._needs_tokens(rows, columns) else trajectory_inputs
         inputs = self._with_past(make_inputs(every_row, config, self._max_new_tokens), every_row)
@@ -88,13 +91,14 @@ class StepAdvantages:
             metrics |= self._put_per_trajectory(inputs, rows, columns)
         is_first = bool(self._past_mean.isnan())
         mean = inputs.rewards_G.mean()
-        self._past_mean.copy_(mean if is_first else self._past_mean.lerp(mean, _NEWEST))
+        new_mean = mean if is_first else self._past_mean.lerp(mean, _PAST_MEAN_WEIGHT)
+        self._past_mean.copy_(new_mean)
         return metrics
 
     def _needs_tokens(self, rows: list[TokenSequence], columns: TokenBatch) -> bool:
-        """Return whether advantages, or their metrics, take the values of every token.
+        """Return whether advantages or their metrics need a value per token.
 
-        Every rank computes the advantages of the whole batch: with many ranks, values per token
+        Every rank computes the advantages of the whole batch. With many ranks, values per token
         would be most of their work.
         """
         return (
@@ -111,7 +115,7 @@ class StepAdvantages:
     def _with_past(
         self, inputs: TrajectoryInputs, every_row: list[TokenSequence]
     ) -> TrajectoryInputs:
-        """Return the inputs with the means of earlier steps that the estimator compares with."""
+        """Return the inputs with the running means that the estimator needs."""
         if not self._past_mean.isnan():
             inputs = replace(inputs, past_mean=self._past_mean.clone())
         if needs_roles(self._estimator):
@@ -162,9 +166,10 @@ class StepAdvantages:
         return metrics
 
     def _move_role_means(self, roles: Sequence[str], rewards_G: Tensor) -> Tensor:
-        """Move the running mean of each role by its rewards; return each trajectory's, [G].
+        """Update the running mean of each role with its rewards; return each trajectory's, [G].
 
-        n moves by the mean of n rewards are one by 0.95^n: their order does not matter.
+        n steps towards the mean of n rewards are one step by 1 - 0.95^n, so the order of the
+        rewards does not matter.
         """
         slots_G = torch.tensor([self._role_slot(role) for role in roles])
         for slot in slots_G.unique().tolist():
@@ -175,8 +180,8 @@ class StepAdvantages:
 
     def _role_slot(self, role: str) -> int:
         number = 1 + zlib.crc32(role.encode())
-        for slot, known in enumerate(self._role_ids.tolist()):
-            if known in (0, number):
+        for slot, role_id in enumerate(self._role_ids.tolist()):
+            if role_id in (0, number):
                 self._role_ids[slot] = number
                 return slot
         raise ConfigError(
@@ -186,7 +191,7 @@ class StepAdvantages:
 
 
 def _anchored_fraction(inputs: AdvantageInputs) -> float:
-    """Return the share of turns that began in a state in which another turn began, too."""
+    """Return the share of turns that began in the same state as another turn."""
     assert inputs.state_ids_T is not None
     _, first_K = turns_of(inputs.trajectory_ids_T, inputs.turn_ids_T)
     state_ids_K = inputs.state_ids_T[first_K]

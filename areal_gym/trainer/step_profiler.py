@@ -1,7 +1,7 @@
-"""Profiles of chosen steps: a trace of each rank, and the allocations of its accelerator.
+"""Profiles chosen steps: a trace for each rank, and its accelerator's allocations.
 
-step-000012-rank-0.trace.json      ui.perfetto.dev, chrome://tracing
-step-000012-rank-0.memory.pickle   pytorch.org/memory_viz; accelerators that keep a record
+step-000012-rank-0.trace.json      for ui.perfetto.dev or chrome://tracing
+step-000012-rank-0.memory.pickle   for pytorch.org/memory_viz; only if the accelerator records them
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _Result = TypeVar("_Result")
 
 
 class StepProfiler:
-    """Profiles the steps that `trainer.profile` names, on one rank.
+    """Profiles the steps listed in `trainer.profile`, on one rank.
 
     Raises:
-        ConfigError: there are such steps, and no directory.
+        ConfigError: steps are listed, but no directory is set.
     """
 
     def __init__(self, config: TrainerConfig, device: torch.device, rank: int) -> None:
@@ -43,9 +43,9 @@ class StepProfiler:
 
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Profile what happens inside if the step is one of those.
+        """Profile the block if the step is listed.
 
-        A profile that cannot be written is a warning: the step has been taken.
+        A profile that cannot be written only gives a warning, because the step has been taken.
         """
         if step not in self._steps:
             yield
@@ -80,7 +80,7 @@ class _Profiled(Protocol):
 def profiled(
     step: Callable[Concatenate[_Owner, _P], _Result],
 ) -> Callable[Concatenate[_Owner, _P], _Result]:
-    """Profile a trainer's method `step` where the settings want it."""
+    """Decorate a trainer's method `step` so that the listed steps are profiled."""
 
     @wraps(step)
     def watched(self: _Owner, /, *args: _P.args, **kwargs: _P.kwargs) -> _Result:

@@ -1,4 +1,4 @@
-"""Sums over the updates of a step: metrics, tokens, padding, operations, memory."""
+"""Sums over the updates of a step: metrics, tokens, padding, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
 
 class StepStats:
-    """Counts the micro-batches of one step.
+    """Counts the tokens and FLOPs of one step's micro-batches.
 
-    Passes without a gradient (proximal policy, reference, critic's values) are not counted: the
-    model does not need them to learn. `dtype` is that of the products: "bfloat16" or "float32".
+    Passes without a gradient (proximal policy, reference, critic's values) are not counted, because
+    they are not part of the model's training FLOPs. `dtype` is that of matrix products: "bfloat16"
+    or "float32".
     """
 
     def __init__(self, shape: Shape, device: torch.device, dtype: str) -> None:
@@ -32,9 +33,9 @@ class StepStats:
         reset_peak_memory(device)
 
     def add(self, batch: PackedBatch, num_trained: int) -> None:
-        """Count a micro-batch that goes forward and backward and trains `num_trained` tokens."""
+        """Count a forward and backward pass of a micro-batch that trains `num_trained` tokens."""
         layers_by_window = Counter(self._shape.windows)
-        num_seen_N = batch.positions_N + 1  # a token sees itself, too
+        num_seen_N = batch.positions_N + 1  # a token also attends to itself
         self._counts.update(
             micro_batches=1,
             tokens=len(num_seen_N),
@@ -48,7 +49,7 @@ class StepStats:
         )
 
     def metrics(self, seconds: float, ranks: Ranks = ALONE) -> dict[str, float]:
-        """Return the metrics of all ranks, for a step whose training took so many seconds."""
+        """Return the metrics over all ranks; `seconds` is how long the step's training took."""
         counts = ranks.sum(self._counts)
         flops = training_flops(
             self._shape,
@@ -66,15 +67,15 @@ class StepStats:
         peak = peak_flops(device_name(self._device), self._dtype)
         if peak is not None:
             metrics["train/mfu"] = flops / seconds / (peak * ranks.size)
-        if (held := peak_memory(self._device)) is not None:
-            allocated, reserved = held
+        if (memory := peak_memory(self._device)) is not None:
+            allocated, reserved = memory
             metrics["memory/gpu_peak_mb"] = allocated / 1e6
             metrics["memory/gpu_reserved_mb"] = reserved / 1e6
         return metrics
 
 
 class Totals(dict[str, float]):
-    """Sums of metrics over micro-batches."""
+    """Sums of metrics over micro-batches, by name."""
 
     def add(self, name: str, values: Tensor, count: int = 1) -> None:
         """Add the sum of `values`, divided by `count`."""
@@ -82,7 +83,7 @@ class Totals(dict[str, float]):
 
 
 class MeansByLag:
-    """Means of a value per token, by the staleness of the token: 0 to 4, and more."""
+    """Means of a value per token, grouped by the token's staleness: 0 to 4, and 5 or more."""
 
     _MAX = 5
 
@@ -92,13 +93,13 @@ class MeansByLag:
 
     def add(self, lags_T: Tensor, values_T: Tensor) -> None:
         """Add the values of some tokens."""
-        # After --from-step, the journal may have groups of versions that are still in the future.
+        # After --from-step, the journal may hold groups of versions that are still to come.
         lags_T = lags_T.cpu().clamp(0, self._MAX)
         self._sums.index_add_(0, lags_T, values_T.cpu().float())
         self._counts += lags_T.bincount(minlength=self._MAX + 1)
 
     def metrics(self, prefix: str, ranks: Ranks = ALONE) -> dict[str, float]:
-        """Return the means over all ranks, as `{prefix}{lag}`, of the lags that occur."""
+        """Return the means over all ranks, as `{prefix}{lag}`, for the lags that occur."""
         sums, counts = torch.stack(ranks.gather(torch.stack((self._sums, self._counts)))).sum(0)
         return {
             f"{prefix}{lag}{'+' if lag == self._MAX else ''}": float(sums[lag] / count)
@@ -109,7 +110,7 @@ class MeansByLag:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """The batch of one step, and sums over its updates."""
+    """The batch of one step, and the sums over its updates."""
 
     rows: list[TokenSequence]
     columns: TokenBatch
@@ -120,12 +121,12 @@ class Step:
     totals: Totals = field(default_factory=Totals)
     by_lag: MeansByLag = field(default_factory=MeansByLag)
     gap_by_lag: MeansByLag = field(default_factory=MeansByLag)
-    """|log-probability of the trainer - recorded one| at the first update."""
+    """|trainer's log-probability - recorded log-probability| in the first update."""
     logprobs: dict[int, Tensor] = field(default_factory=dict)
-    """Of this rank's rows, by place: what each token had when its own update began."""
+    """Log-probabilities of this rank's rows, by row index, at the beginning of their own update."""
 
     def trajectory_lengths(self, members: Sequence[int]) -> Counter[int]:
-        """Return how many tokens each trajectory trains in the rows `members`."""
+        """Return how many tokens of each trajectory are trained in the rows `members`."""
         lengths_G: Counter[int] = Counter()
         for i in members:
             lengths_G[self.rows[i].trajectory_id] += self.rows[i].num_trainable
@@ -141,10 +142,16 @@ class Step:
         num_tokens: int,
         is_first: bool,
     ) -> None:
-        """Add a micro-batch of the rows `indexes`, whose metrics are [T].
+        """Add a micro-batch.
 
-        `num_tokens` is that of the whole update, over which metrics are means; at the first update
-        of a step, the weights are those that the engine may have sampled with.
+        Args:
+            batch: the packed rows.
+            indexes: the rows' indexes in the step.
+            logprobs_T: the policy's log-probabilities.
+            metrics: values per token, [T], by name.
+            num_tokens: tokens of the whole update, over which the metrics are means.
+            is_first: whether this is the step's first update, in which the weights may be those
+                that the engine sampled with.
         """
         self.work.add(batch, len(logprobs_T))
         for name, values_T in metrics.items():
@@ -171,7 +178,7 @@ class Step:
 def router_agreement(agreed: int, recorded: int, ranks: Ranks = ALONE) -> dict[str, float]:
     """Return the share of the engine's experts that the trainer's routers choose as well.
 
-    {} without a record; all ranks call this.
+    Returns {} if the batch has no record of experts. All ranks call this.
     """
     counts = ranks.sum({"agreed": agreed, "recorded": recorded})
     if not counts["recorded"]:
@@ -180,11 +187,11 @@ def router_agreement(agreed: int, recorded: int, ranks: Ranks = ALONE) -> dict[s
 
 
 def expert_metrics(counts_LE: Tensor | None, ranks: Ranks = ALONE) -> dict[str, float]:
-    """Return how evenly a mixture's tokens were spread over its experts; {} without a mixture.
+    """Return how evenly tokens were spread over the experts of a mixture; {} without experts.
 
     Args:
-        counts_LE: the tokens of each layer's experts, [L, E], on this rank.
-        ranks: all of which call this.
+        counts_LE: this rank's tokens per layer and expert, [L, E].
+        ranks: the ranks, all of which call this.
     """
     if counts_LE is None:
         return {}

@@ -1,4 +1,4 @@
-"""Divergences from a teacher over the vocabulary, in place of the sampled token's log-ratio."""
+"""Divergences from a teacher over the vocabulary, instead of the sampled token's log-ratio."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ Direction = Literal["forward", "reverse"]
 def vocabulary_kl(
     logprobs_TV: Tensor, teacher_TV: Tensor, *, direction: Direction, top_k: int | None = None
 ) -> Tensor:
-    """Compute the divergence of two distributions of each token, [T].
+    """Compute the divergence of two distributions at each token, [T].
 
-    forward   sum_v q (log q - log p), KL(teacher || student): Agarwal et al. 2024 (2306.13649),
-              section 2; the student covers what the teacher may say
-    reverse   sum_v p (log p - log q), KL(student || teacher): Gu et al. 2024 (MiniLLM); the student
-              says nothing that the teacher would not
+    forward   sum_v q (log q - log p) = KL(teacher || student): Agarwal et al. 2024 (2306.13649),
+              section 2; the student covers all that the teacher may say
+    reverse   sum_v p (log p - log q) = KL(student || teacher): Gu et al. 2024 (MiniLLM,
+              2306.08543); the student avoids what the teacher would not say
 
-    With `top_k` the sum is over the k likeliest tokens of the distribution that weighs them, q or
-    p, with their probabilities as they are: the rest is left out. That is verl's forward_kl_topk.
+    With `top_k`, the sum runs over the k likeliest tokens of the distribution that weighs them (q
+    or p), without renormalising: verl's forward_kl_topk.
+
+    Args:
+        logprobs_TV: log p, the student's log-probabilities, [T, V].
+        teacher_TV: log q, the teacher's log-probabilities, [T, V].
+        direction: "forward" or "reverse".
+        top_k: see above; None sums over the whole vocabulary.
     """
     weighing_TV, other_TV = (
         (teacher_TV, logprobs_TV) if direction == "forward" else (logprobs_TV, teacher_TV)
@@ -42,16 +48,16 @@ def vocabulary_kl(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabularyTeacher:
-    """A teacher whose whole distributions are learned."""
+    """A teacher whose whole distributions are learned, not only the sampled tokens."""
 
     directory: Path
-    """Its checkpoint."""
+    """The teacher's checkpoint."""
     direction: Direction
     top_k: int | None = None
 
 
 class TeacherDivergence:
-    """`vocabulary_kl` of the policy and a frozen teacher on the policy's own tokens."""
+    """Computes `vocabulary_kl` of the policy and a frozen teacher on the policy's own tokens."""
 
     def __init__(
         self, teacher: PolicyModel, direction: Direction, top_k: int | None = None
@@ -69,8 +75,8 @@ class TeacherDivergence:
     ) -> Tensor:
         """Return the divergence at each token that `masks` marks, at temperature 1, [T].
 
-        `hidden_tC` is the policy's output before those tokens (`TokenScores.hidden`). No more
-        logits are alive at once than while scoring.
+        `hidden_tC` is the policy's output before those tokens (`TokenScores.hidden`). As in
+        scoring, the logits exist in chunks only.
         """
         device = batch.token_ids_N.device
         sources, targets = places_before(batch, masks)

@@ -1,10 +1,10 @@
-"""Improves one policy: groups in, updated weights out.
+"""Trains the policy on groups of trajectories.
 
     groups -> sequences -> advantages -> [minibatch: micro-batches -> loss -> backward] -> update
 
-As one of several ranks, a trainer is given the whole batch, but the token ids of its share of the
-rows only (`batch.rank_batches`), and passes these through its part of the model. Advantage
-estimator and policy loss are handed in; what else an algorithm is made of are settings
+With several ranks, each trainer gets the whole batch, but the token ids of its share of the rows
+only (`batch.rank_batches`), and passes these through its part of the model. Advantage estimator and
+policy loss are arguments; the rest of an algorithm is settings
 (`areal_gym.config.algorithm_settings`).
 """
 
@@ -71,21 +71,21 @@ class Trainer(PolicyTrainer):
     """The trainer registered as `single`.
 
     Args:
-        decoder: the policy; its weights are updated in place and are the float32 master weights.
-            Each rank is given the whole ones, and shards them here.
+        decoder: the policy; its weights are the float32 master weights and are updated in place.
+            Each rank gets the whole weights, and shards them here.
         config: the trainer's settings.
-        advantage: estimator (`areal_gym list advantages`).
-        loss: policy loss (`areal_gym list losses`).
-        temperature: of sampling; log-probabilities are those of the sampling distribution.
-        max_new_tokens: of a turn: the divisor of `aggregation: constant_length`, and the end of the
-            overlong penalty.
-        reference: checkpoint directory of the frozen policy of `kl`.
-        teacher: the teacher whose whole distributions are learned, in place of rewards.
-        ranks: this process among those that train the policy.
+        advantage: the advantage estimator (`areal_gym list advantages`).
+        loss: the policy loss (`areal_gym list losses`).
+        temperature: the sampling temperature; log-probabilities are of the sampling distribution.
+        max_new_tokens: the most tokens of a turn: the divisor of `aggregation: constant_length`,
+            and the end of the overlong penalty.
+        reference: checkpoint directory of the frozen reference policy, if `kl` needs one.
+        teacher: a teacher whose whole distributions are learned instead of rewards.
+        ranks: this process among the ranks that train the policy.
 
     Raises:
-        ConfigError: arguments that loss or estimator do not take, weights that are not float32, or
-            no reference where the settings need one.
+        ConfigError: loss or estimator do not take the given arguments, the weights are not float32,
+            or the settings need a reference and none is given.
     """
 
     def __init__(
@@ -135,25 +135,25 @@ class Trainer(PolicyTrainer):
         self._last: Step | None = None
 
     def recompute_proximal(self) -> None:
-        """Take ratios against the trainer's own log-probabilities where the setting is "auto"."""
+        """Make "auto" corrections take ratios against the trainer's own log-probabilities."""
         self._engine_rounds = True
 
     @profiled
     @readable_memory_errors()
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
-        """Train once on scored groups, in any order, and return the metrics.
+        """Train once on scored groups and return the metrics; the order of groups does not matter.
 
-        `version` is that of the current weights, for staleness.
+        `version` is the current weights' version, from which staleness counts.
 
         Raises:
-            NotFiniteError: advantages are not finite, or the loss or its gradient was not several
-                times in a row.
-            TrainError: there is too little memory, or no token to train on.
+            NotFiniteError: advantages are not finite, or the loss or its gradient was not finite
+                several times in a row.
+            TrainError: memory is too small, or the batch has no token to train on.
         """
         start_s = time.perf_counter()
         every_row = sequences_of(tuple(groups))
-        # An episode whose first prompt filled the context has a reward, but nothing to train on:
-        # it counts among its siblings and goes no further.
+        # An episode whose first prompt filled the context has a reward but no token to train on: it
+        # counts among its siblings' rewards only.
         rows = [row for row in every_row if row.num_trainable]
         if not rows:
             raise TrainError(
@@ -205,10 +205,10 @@ class Trainer(PolicyTrainer):
     def trained_tokens(self) -> list[dict[str, Any]]:
         """Return advantages and log-probabilities of the last step's tokens, for the viewer.
 
-        Of each row with tokens to train on, in order: `trajectory`, its trajectory's place in the
-        batch; `advantages` and `logprobs` of the policy's tokens, and the mean `advantage`. The
-        log-probabilities are of the weights that were about to be updated: less the recorded ones,
-        the logarithm of the ratio. Empty before the first step.
+        Each row with tokens to train on gives an object, in order: `trajectory` is its episode's
+        id, `advantages` and `logprobs` are those of the policy's tokens, and `advantage` is the
+        mean. The log-probabilities are those just before the row's update; minus the recorded ones,
+        they are the log-ratios. The list is empty before the first step.
         """
         step = self._last
         if step is None:
@@ -221,7 +221,7 @@ class Trainer(PolicyTrainer):
                 {
                     "trajectory": row.episode_id,
                     "advantage": round(float(advantages_T.mean()), 5),
-                    # Of several ranks, one is read.
+                    # Deferred, because the result of only one rank is read.
                     "advantages": Floats.deferred(partial(_floats, advantages_T)),
                     "logprobs": Floats.deferred(partial(_floats, logprobs[i])),
                 }
@@ -229,15 +229,15 @@ class Trainer(PolicyTrainer):
         return token_rows
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
-        """Return log-probabilities of each row's trained tokens under the current weights."""
+        """Return log-probabilities of each row's trained tokens, [T], under the current weights."""
         return self._passes.logprobs(rows)
 
     def score_at(self, rows: list[TokenSequence], temperature: float) -> list[Tensor]:
-        """Return what `score` does, of another temperature than that of sampling."""
+        """Return what `score` does, at this temperature instead of the sampling temperature."""
         return self._passes.logprobs(rows, temperature=temperature)
 
     def adapter(self) -> dict[str, Tensor]:
-        """Return peft's names and the adapter's tensors; copy them before the next step."""
+        """Return the adapter's tensors by peft's names; copy them before the next step."""
         if self.config.lora is None:
             raise ConfigError(
                 "all weights are trained, there is no adapter to publish",
@@ -246,7 +246,7 @@ class Trainer(PolicyTrainer):
         return dict(adapter_weights(self.decoder))
 
     def checkpoint_bytes(self) -> int:
-        """Return about how many bytes a checkpoint takes, the critic's included."""
+        """Return the approximate bytes of a checkpoint, including the critic."""
         num_bytes = super().checkpoint_bytes()
         if self._critic is not None:
             weights = sum(4 * p.numel() for p in self._critic.parameters())
@@ -254,7 +254,7 @@ class Trainer(PolicyTrainer):
         return num_bytes
 
     def states(self) -> dict[str, Tensor]:
-        """Return the states of every trainer, the mean of past rewards, and the critic's."""
+        """Return a trainer's states, the means of past rewards and the critic's states."""
         states = super().states() | self._step_advantages.states()
         if self._critic is not None:
             states |= prefixed("critic", self._critic.states())
@@ -272,7 +272,7 @@ class Trainer(PolicyTrainer):
     # ---- before the first update --------------------------------------------------------------
 
     def _columns(self, rows: list[TokenSequence], proximal: Proximal) -> TokenBatch:
-        """Return the values of each token before the first update, but for its advantage."""
+        """Return the values per token that are known before the first update."""
         recorded = {"old": "old_logprobs", "versions": "versions"}
         columns = TokenBatch(rows, self._device, recorded)
         if self._reference is not None:
@@ -288,19 +288,19 @@ class Trainer(PolicyTrainer):
     def _compute_advantages(
         self, every_row: list[TokenSequence], rows: list[TokenSequence], columns: TokenBatch
     ) -> dict[str, float]:
-        """Add advantages, and the critic's targets, to the columns; return metrics."""
+        """Write advantages and the critic's targets into the columns; return metrics."""
         return self._step_advantages(every_row, rows, columns)
 
     # ---- one update ---------------------------------------------------------------------------
 
     def _update(self, step: Step, members: list[int], *, is_first: bool) -> float:
-        """Improve the policy on the rows `members`; returns the gradient's norm.
+        """Update the policy on the rows `members`; return the gradient's norm.
 
-        Nothing is applied, and the norm is not finite, where the loss or a gradient is not.
+        If the loss or a gradient is not finite, nothing is applied, and the norm is NaN.
         """
         proximal = step.proximal
         if is_first and proximal == "scored" and self.config.dtype != "float32":
-            # In bfloat16, a pass in other company gives other digits, which narrow clips would see.
+            # In bfloat16, a token's digits depend on its micro-batch, which narrow clips would see.
             proximal = "current"
         lengths_G = step.trajectory_lengths(members)
         num_tokens = lengths_G.total()
@@ -330,9 +330,9 @@ class Trainer(PolicyTrainer):
                 step.add(
                     batch, indexes, logprobs_T, metrics, num_tokens=num_tokens, is_first=is_first
                 )
-            # Gradients are averaged over the ranks; each data rank has a part of the loss.
+            # Gradients are averaged over the ranks, and each data rank has a part of the loss.
             (loss * (self._ranks.num_data_ranks if is_mine else 0)).backward()
-        # A loss may be no number where its gradient is one: what is added to it has none.
+        # A loss can be NaN although its gradient is finite: a constant added to it has none.
         is_finite = math.isfinite(self._ranks.sum({"loss": sum_of_losses})["loss"])
         norm = self._optimizer.step(step.lr_scale, is_usable=is_finite)
         if self._critic is not None:
@@ -345,7 +345,7 @@ class Trainer(PolicyTrainer):
     def _losses(
         self, step: Step, batch: PackedBatch, indexes: list[int], proximal: Proximal
     ) -> tuple[TokenScores, Tensor, dict[str, Tensor]]:
-        """Return a micro-batch's scores, the policy loss of each token, and metrics, all [T]."""
+        """Return a micro-batch's scores, its policy loss per token and its metrics, all [T]."""
         rows = [step.rows[i] for i in indexes]
         bonus = self.config.entropy_bonus
         scores = self._passes.scores(batch, rows, has_entropy_gradient=bonus > 0)

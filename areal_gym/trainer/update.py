@@ -1,11 +1,11 @@
-"""The two halves of an update: a step of the trainer, and the publication of its weights.
+"""The two halves of an update: the trainer's step, and the publication of its weights.
 
     TrainerThread.call(trainer.step)  --weights-->  WeightPublisher.publish(version + 1)
-      in a thread of its own: rollouts                waits for the engine's next
-      go on meanwhile                                 pause between two tokens
+      in its own thread, while                        waits for the engine's next
+      rollouts continue                               pause between two tokens
 
-`areal_gym.runs.train` calls one after the other, for synchronous and asynchronous training alike:
-how far rollouts run ahead is decided by their source (`rollout.max_staleness`).
+`areal_gym.runs.train` calls one after the other, in synchronous and asynchronous training alike.
+The source of rollouts decides how far they run ahead (`rollout.max_staleness`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from areal_gym.trainer.weight_sync import weights_for
 
 _T = TypeVar("_T")
 _POLL_S = 1.0
-"""The pause between two looks at an engine that has lost its servers."""
+"""Seconds between two checks of an engine that has lost its servers."""
 
 
 class TrainerThread:
-    """Runs a trainer's (or teacher's) calls one after the other, beside the event loop.
+    """Runs the calls of a trainer (or teacher) one after another in a thread.
 
-    torch's number of threads belongs to the thread that sets it.
+    torch's number of threads is set for the calling thread only, hence the initializer.
     """
 
     def __init__(self, num_threads: int = 1, name: str = "trainer") -> None:
@@ -49,21 +49,26 @@ class TrainerThread:
         )
 
     async def call(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Return what `function` returns in the trainer's thread."""
+        """Run `function` in the trainer's thread and return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, function, *arguments)
 
     def close(self) -> None:
-        """End the thread, once the call under way has ended."""
+        """End the thread after the current call."""
         self._thread.shutdown()
 
 
 class WeightPublisher:
     """Publishes a trainer's weights to an engine, which may lose its servers for a while.
 
-    A publication waits `outage_patience_s` for a server to come back. `gpus` are those that the
-    servers share with the trainer, if they do. `make_reference` gives what servers are compared
-    with, for those engines that compare them.
+    Args:
+        weight_sync: publishes the weights.
+        trainer: has the weights.
+        engine: the engine that gets them.
+        outage_patience_s: how long a publication waits for a server to come back.
+        gpus: the GPUs that servers and trainer share, if they do.
+        make_reference: returns, for a version, the log-probabilities that servers are compared
+            with, if the engine compares them.
     """
 
     def __init__(
@@ -83,19 +88,19 @@ class WeightPublisher:
         self._make_reference = make_reference
 
     async def begin_step(self) -> None:
-        """Give the GPUs to the trainer, where servers use them, too."""
+        """Give shared GPUs to the trainer."""
         if self._gpus is not None:
             await self._gpus.give_to_trainer()
 
     async def end_turn(self, version: int) -> None:
-        """Give shared GPUs back to the servers without a step; `version` is that of the weights."""
+        """Give shared GPUs back to the servers without a step; `version` is the weights'."""
         if self._gpus is not None:
             await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """Publish the weights; when all servers are lost, again when one is back.
+        """Publish the weights; if all servers are lost, publish again when one is back.
 
-        GPUs that the trainer shares with the servers are the servers' afterwards.
+        Afterwards, GPUs that the trainer shares with the servers are the servers'.
 
         Raises:
             EngineError: no server took the weights.
@@ -103,7 +108,7 @@ class WeightPublisher:
         """
         clock = asyncio.get_running_loop().time
         since_s = clock()
-        await self._tell_reference(version)
+        await self._update_reference(version)
         while True:
             try:
                 await self._publish_once(version)
@@ -121,8 +126,8 @@ class WeightPublisher:
                     ) from error
             await asyncio.sleep(_POLL_S)
 
-    async def _tell_reference(self, version: int) -> None:
-        """Score the reference row once for each version, while the trainer has its weights."""
+    async def _update_reference(self, version: int) -> None:
+        """Score the reference row once per version, while the trainer has its weights."""
         engine, make_reference = self._engine, self._make_reference
         if make_reference is None or not isinstance(engine, VerifyingEngine):
             return
@@ -134,11 +139,11 @@ class WeightPublisher:
             weights = weights_for(self._weight_sync, self._trainer)
             await self._weight_sync.publish(weights, version)
         finally:
-            if self._gpus is not None:  # also when it failed: lost servers need room to start
+            if self._gpus is not None:  # after a failure, too: servers that restart need the memory
                 await self._gpus.give_to_servers()
 
     async def publish_while(self, work: Coroutine[Any, Any, _T], version: int) -> _T:
-        """Return the result of `work`; meanwhile, servers that come back get the weights again."""
+        """Return the result of `work`; meanwhile, publish again to servers that come back."""
         engine = self._engine
         if not isinstance(engine, RejoinedEngine):
             return await work

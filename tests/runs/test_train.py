@@ -149,7 +149,7 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_resumes(policy, tmp_pa
     assert len(run.read_metrics()) == 3  # nothing was forgotten yet
     with pytest.raises(UsageError, match="no checkpoint of step 1") as missing:
         train(longer, run_dir=run.path, mode="resume", from_step=1)
-    assert missing.value.hints == ("it holds those of the steps 2, 3",)
+    assert missing.value.hints == ("available: the steps 2, 3",)
     summary = train(longer, run_dir=run.path, mode="resume", from_step=2)
     assert summary["first_step"] == 3
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4]

@@ -106,7 +106,7 @@ def test_invalid_teacher_logprobs_are_refused():
         async def score(self, rows):
             return [[0.7] * row.num_marked for row in rows]
 
-    with pytest.raises(TrainError, match="that are none"):
+    with pytest.raises(TrainError, match="are not log-probabilities"):
         taught(batch(num_groups=1), Liar())
 
 

@@ -81,7 +81,7 @@ def test_a_rank_that_never_comes_is_named_in_time():
     for rank, answer in answers.items():
         assert answer.startswith(f"rank {rank} of 4, on {HOST}: 2 ranks (1, 3) did not come to")
         assert f"{url} within 3 s" in answer
-        assert re.search(rf"there are: rank 0 on {HOST}, process \d+; rank 2 on {HOST}", answer)
+        assert re.search(rf"present: rank 0 on {HOST}, process \d+; rank 2 on {HOST}", answer)
         assert "NCCL_SOCKET_IFNAME" in answer
         assert "firewall" in answer
         assert "trainer.connect_timeout_s=6" in answer

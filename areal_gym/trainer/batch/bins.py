@@ -1,9 +1,9 @@
-"""Assigns rows to micro-batches: full ones, with a group's prompt in as few as possible.
+"""Assigns rows to micro-batches: few and full ones, that repeat few prompts.
 
-Best-fit decreasing: the largest first, each into the fullest micro-batch that still has room
-(Johnson 1973: never more than 11/9 of the fewest). Rows that begin with the same prompt are one
-piece, so that it is forwarded once; a piece is cut only if it is too large, or if that saves a
-whole micro-batch and repeats few tokens.
+Best-fit decreasing: rows are placed largest first, each into the fullest micro-batch with room
+(Johnson 1973: at most 11/9 of the fewest). Rows with the same prompt form one piece, so that
+the prompt is passed once. A piece is split only if it is too large, or if that saves a whole
+micro-batch and repeats few tokens.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from areal_gym.message_types import ImageRef
 from areal_gym.utils.packed_numbers import Ints
 
 _REPEATED = 0.05
-"""Limit of repeated prompt tokens to save a micro-batch, as a share of its budget."""
+"""The most prompt tokens that may be repeated to save a micro-batch, as a share of its budget."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Tokens of one sequence; siblings may share its first `num_shared` tokens."""
+    """The tokens of one sequence; siblings may share its first `num_shared` tokens."""
 
     token_ids: Sequence[int]
     num_shared: int = 0
     images: tuple[ImageRef, ...] = ()
-    """The row's pictures; siblings share those among the shared tokens."""
+    """The row's images; siblings share those within the shared tokens."""
 
     @property
     def prompt(self) -> bytes:
-        """The shared tokens and pictures, in a form that is quickly compared.
+        """The shared tokens and images in a form that is fast to compare.
 
-        Two prompts of equal ids with other pictures are two.
+        Prompts with equal ids but different images are different.
         """
         ids = bytes(Ints.of(self.token_ids[: self.num_shared]).raw)
         shared = (image for image in self.images if image.start < self.num_shared)
@@ -41,12 +41,12 @@ class Row:
 
 @dataclass(slots=True)
 class _Piece:
-    """Rows of one family, which share `num_shared` tokens; `family` names them."""
+    """Rows of one family, which share a prompt of `num_shared` tokens; `family` is its number."""
 
     family: int
     num_shared: int
     num_own: int
-    """Tokens of all rows after the shared ones."""
+    """The tokens of all rows after the shared ones."""
     members: list[int]
 
     @property
@@ -71,24 +71,24 @@ class _Bin:
 
 
 def best_fit(costs: Sequence[int], budget: int) -> list[list[int]]:
-    """Return the indexes of each bin's members: at most `budget` together, or one larger member."""
+    """Return the indexes in each bin; a bin's costs are `budget` at most, or it has one member."""
     pieces = [_Piece(i, 0, cost, [i]) for i, cost in enumerate(costs)]
-    return [each.members for each in _filled(pieces, budget)]
+    return [full.members for full in _filled(pieces, budget)]
 
 
 def split_by_tokens(rows: Sequence[Row], budget: int) -> list[list[int]]:
-    """Return the row indexes of each micro-batch: at most `budget` flat tokens, or one row."""
+    """Return the row indexes of each micro-batch: `budget` flat tokens at most, or one row."""
     single = _single_rows(rows)
     bins = _filled(_pieces(single, budget), budget)
     while fewer := _fewer(bins, single, budget):
         bins = fewer
-    return [sorted(each.members) for each in bins]
+    return [sorted(full.members) for full in bins]
 
 
 def split_by_patches(rows: Sequence[Row], members: Sequence[int], budget: int) -> list[list[int]]:
-    """Return the members of a micro-batch in parts whose distinct pictures fit into `budget`.
+    """Split a micro-batch's members into parts whose distinct images have `budget` patches at most.
 
-    A picture counts its patches, or its placeholders where it has no grid. One row may have more.
+    An image without a grid counts its placeholder tokens. A part of one row may exceed the budget.
     """
     parts: list[list[int]] = [[]]
     costs: dict[str, int] = {}
@@ -118,7 +118,7 @@ def _single_rows(rows: Sequence[Row]) -> list[_Piece]:
 
 
 def _pieces(single: Iterable[_Piece], budget: int) -> list[_Piece]:
-    """Return each family as one piece, or row by row if it is larger than the budget."""
+    """Return each family as one piece, or as single rows if it exceeds the budget."""
     families: dict[int, list[_Piece]] = {}
     for row in single:
         families.setdefault(row.family, []).append(row)
@@ -134,20 +134,20 @@ def _pieces(single: Iterable[_Piece], budget: int) -> list[_Piece]:
 def _filled(pieces: Iterable[_Piece], budget: int) -> list[_Bin]:
     bins: list[_Bin] = []
     for piece in sorted(pieces, key=lambda piece: -piece.size):
-        fitting = [each for each in bins if each.cost(piece) <= each.room]
+        fitting = [bin_ for bin_ in bins if bin_.cost(piece) <= bin_.room]
         if not fitting:
             bins.append(_Bin(budget))
-        best = min(fitting, key=lambda each: (each.cost(piece), each.room), default=bins[-1])
+        best = min(fitting, key=lambda bin_: (bin_.cost(piece), bin_.room), default=bins[-1])
         best.add(piece)
     return bins
 
 
 def _fewer(bins: list[_Bin], single: Sequence[_Piece], budget: int) -> list[_Bin] | None:
-    """Distribute the rows of one bin over the others; return None if no bin's rows fit there."""
-    for each in sorted(bins, key=lambda each: -each.room):
-        if sum(other.room for other in bins) - each.room < budget - each.room:
+    """Distribute one bin's rows over the others; return None if that is possible for no bin."""
+    for spare in sorted(bins, key=lambda bin_: -bin_.room):
+        if sum(other.room for other in bins) - spare.room < budget - spare.room:
             return None
-        if (remaining := _without(each, bins, single, budget)) is not None:
+        if (remaining := _without(spare, bins, single, budget)) is not None:
             return remaining
     return None
 
@@ -158,11 +158,11 @@ def _without(
     others = [_Bin(b.room, {*b.families}, [*b.members]) for b in bins if b is not spare]
     num_added = 0
     for row in sorted((single[i] for i in spare.members), key=lambda row: -row.size):
-        fitting = [each for each in others if each.cost(row) <= each.room]
+        fitting = [bin_ for bin_ in others if bin_.cost(row) <= bin_.room]
         if not fitting:
             return None
-        # A bin with its prompt is best; otherwise one with room for its siblings.
-        best = min(fitting, key=lambda each: (each.cost(row), -each.room))
+        # A bin that has its prompt is best, then one with room for its siblings.
+        best = min(fitting, key=lambda bin_: (bin_.cost(row), -bin_.room))
         num_added += best.cost(row)
         best.add(row)
     num_repeated = num_added - (budget - spare.room)

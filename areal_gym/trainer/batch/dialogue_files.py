@@ -4,10 +4,10 @@
     {"messages": [...], "chosen": ..., "rejected": ...}     a preference
     {"messages": [...], "completion": ..., "label": true}   a labelled answer
 
-Messages are OpenAI's: calls of tools with their arguments as an object or as JSON text, answers of
-tools with role "tool". `chosen`, `rejected` and `completion` are a text, a message or a list of
-messages; `prompt` (a text, or messages) may stand for `messages` beside them. All may have `tools`,
-and a column `images` for the messages, as in `areal_gym.images.row_images`.
+Messages have OpenAI's format; the arguments of tool calls may be an object or JSON text, and tool
+results have the role "tool". `chosen`, `rejected` and `completion` are a text, a message or a list
+of messages; with them, `prompt` (a text, or messages) may replace `messages`. A row may have
+`tools` and a column `images` for its messages, as in `areal_gym.images.row_images`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A dialogue whose assistant messages are learned."""
+    """A dialogue from which the assistant's messages are learned."""
 
     messages: Sequence[Message]
     tools: ToolSchemas = ()
@@ -43,7 +43,7 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preference(Written):
-    """Two continuations of a dialogue, of which the first is better."""
+    """Two continuations of a dialogue, the better one first."""
 
     chosen: Sequence[Message]
     rejected: Sequence[Message]
@@ -52,7 +52,7 @@ class Preference(Written):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Labelled(Written):
-    """A continuation of a dialogue, and whether it is a good one."""
+    """A continuation of a dialogue with a label: good or bad."""
 
     completion: Sequence[Message]
     is_desirable: bool
@@ -61,7 +61,7 @@ class Labelled(Written):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """Examples, and the number of items that did not become one."""
+    """Encoded examples, and the number of those that were dropped because they are too long."""
 
     examples: list[Example]
     num_too_long: int
@@ -71,7 +71,7 @@ class Encoded:
 
 
 def labelled(preference: Preference) -> list[Labelled]:
-    """Return the two answers of a preference, the chosen one as a good one."""
+    """Return the two answers of a preference as labelled ones: the chosen one is good."""
     sides = ((preference.chosen, True), (preference.rejected, False))
     return [
         Labelled(
@@ -86,15 +86,15 @@ def labelled(preference: Preference) -> list[Labelled]:
 
 
 def read_file(path: Path, *, is_preference: bool, is_labelled: bool = False) -> list[Written]:
-    """Read all lines that are not blank; `is_labelled` takes preferences apart, too.
+    """Read all lines that are not blank; `is_labelled` also splits preferences into two answers.
 
     Raises:
         DataError: the file is missing or a line is broken; the message names file and line.
         NothingToDoError: the file is empty.
     """
     items: list[Written] = []
-    for where, given in _rows(path):
-        row = _with_read_parts(given, path.parent, where)
+    for where, raw_row in _rows(path):
+        row = _with_read_parts(raw_row, path.parent, where)
         tools = row.get("tools") or ()
         if not isinstance(tools, list | tuple) or not all(isinstance(t, dict) for t in tools):
             raise DataError(f"{where}: tools is {tools!r:.80}; a list of schemas is needed")
@@ -130,13 +130,19 @@ def read_file(path: Path, *, is_preference: bool, is_labelled: bool = False) -> 
 def encode(
     data: Sequence[Written], renderer: Renderer, *, max_context: int, has_closing: bool = False
 ) -> Encoded:
-    """Encode dialogues as examples: each branch of a `Written` is one, a `Preference` is a pair.
+    """Encode dialogues as examples.
 
-    A `Labelled` is a pair, too: its second row is its prompt with the answer to another prompt.
+    Each branch of a `Written` is an example of one row, and a `Preference` is an example of two. A
+    `Labelled` also has two rows: the second is its prompt with the answer to another prompt.
+    Examples longer than `max_context` are dropped and counted, because truncated ones would teach
+    the policy to end early.
 
-    Examples longer than `max_context` are dropped and counted, because cut ones would end early.
-    With `has_closing`, rows end with the template's text after the last turn, as those of a reward
-    model do.
+    Args:
+        data: dialogues, preferences or labelled answers.
+        renderer: turns messages into token ids.
+        max_context: the most tokens of a row.
+        has_closing: whether rows end with the template's text after the last turn, as those of a
+            reward model do.
 
     Raises:
         DataError: an assistant message is empty, or a compared continuation branches.
@@ -182,7 +188,7 @@ def _pair(item: Preference, renderer: Renderer, tail: tuple[int, ...]) -> Exampl
 def _continued(
     item: Written, side: Sequence[Message], renderer: Renderer, tail: tuple[int, ...]
 ) -> TokenRow:
-    """Encode a dialogue with one of its continuations, which alone is learned from."""
+    """Encode a dialogue with a continuation, from which alone the policy learns."""
     branches = transcribe(
         renderer, [*item.messages, *side], item.tools, num_given=len(item.messages)
     )
@@ -202,7 +208,7 @@ def _continued(
 
 
 def _with_other_answers(rows: Sequence[TokenRow], max_context: int) -> list[Example]:
-    """Add to each row its prompt with the next answer to another prompt, cut at `max_context`."""
+    """Pair each row with its prompt and another prompt's answer, truncated at `max_context`."""
     examples: list[Example] = []
     for i, row in enumerate(rows):
         prompt = row.token_ids[: row.num_shared]
@@ -234,7 +240,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         try:
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: no JSON: {error}") from None
+            raise DataError(f"{where}: not valid JSON: {error}") from None
         if not isinstance(row, dict):
             raise DataError(f"{where}: a row is an object, not {type(row).__name__}")
         yield where, row
@@ -253,7 +259,7 @@ def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
         value = [value]
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {name} is {value!r:.80}; a list of messages is needed")
-    return [_message(each, f"{where}: {name}[{place}]") for place, each in enumerate(value)]
+    return [_message(item, f"{where}: {name}[{place}]") for place, item in enumerate(value)]
 
 
 def _message(value: Any, where: str) -> Message:
@@ -289,10 +295,10 @@ def _is_part(part: Any) -> bool:
 
 
 def _with_read_parts(row: Mapping[str, Any], folder: Path, where: str) -> Mapping[str, Any]:
-    """Return the row with the pictures of its messages' parts in the store."""
+    """Return the row with the images in its messages moved to the image store."""
     try:
-        given = {name: row[name] for name in ("prompt", "messages") if name in row}
-        read = {name: with_read_parts(value, folder, name) for name, value in given.items()}
+        fields = {name: row[name] for name in ("prompt", "messages") if name in row}
+        read = {name: with_read_parts(value, folder, name) for name, value in fields.items()}
         return {**row, **read}
     except ValueError as error:
         raise DataError(f"{where}: {error}") from None
@@ -301,7 +307,7 @@ def _with_read_parts(row: Mapping[str, Any], folder: Path, where: str) -> Mappin
 def _with_pictures(
     messages: list[Message], row: Mapping[str, Any], folder: Path, where: str
 ) -> list[Message]:
-    """Return the messages with the pictures of the row's column at their marks."""
+    """Return the messages with the images of the row's column at their placeholders."""
     column = image_column(row)
     try:
         images = [] if column is None else read_images(row[column], folder, column)
@@ -319,7 +325,7 @@ def _call(value: Any, where: str) -> ToolCall:
             raise TypeError
     except (KeyError, TypeError, ValueError):
         raise DataError(
-            f"{where}: the tool call {value!r:.80} is none",
+            f"{where}: {value!r:.80} is not a tool call",
             hints=['like {"type": "function", "function": {"name": ..., "arguments": {...}}}'],
         ) from None
     return {

@@ -1,4 +1,4 @@
-"""Examples of fixed data: rows of tokens, with masks of the tokens to learn from."""
+"""Training examples of fixed data: rows of tokens, with masks of the tokens to learn from."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TokenRow(Row):
 
     token_ids: Sequence[int]
     mask: Sequence[bool]
-    """True on the tokens to learn from; never on the first."""
+    """True on the tokens to learn from; the first is never one of them."""
     is_desirable: bool = True
-    """Whether the row is one to imitate; false on what objective "kto" learns to avoid."""
+    """Whether the row is a good answer; objective "kto" learns to avoid the others."""
 
     @property
     def num_marked(self) -> int:
@@ -30,12 +30,12 @@ class TokenRow(Row):
 
 
 Example = tuple[TokenRow, ...]
-"""One row; a chosen and a rejected row that are compared; or a labelled row and its prompt with
-another row's answer (objective "kto")."""
+"""One row; or a chosen and a rejected row; or, for objective "kto", a labelled row and its prompt
+with another row's answer."""
 
 
 def batch_of_step(examples: Sequence[Example], step: int, size: int, seed: int) -> list[Example]:
-    """Return the examples of step 1, 2, ...: each epoch has all of them, in its own order.
+    """Return the examples of step 1, 2, ...; each epoch has all of them in an order of its own.
 
     The result depends on the arguments only, so that a resumed run continues with the same batches.
     """
@@ -50,16 +50,16 @@ def batch_of_step(examples: Sequence[Example], step: int, size: int, seed: int) 
 
 
 def example_tokens(example: Example) -> int:
-    """Return the tokens that it adds to a micro-batch; shared ones count once."""
+    """Return the tokens that an example adds to a micro-batch; shared ones count once."""
     return sum(len(row.token_ids) for row in example) - sum(row.num_shared for row in example[1:])
 
 
 def placed_micro_batches(
     examples: Sequence[Example], budget: int, device: torch.device | str
 ) -> Iterator[tuple[PackedBatch, list[int]]]:
-    """Yield packed micro-batches of at most `budget` tokens, or of one whole example.
+    """Yield packed micro-batches of at most `budget` tokens, or of one larger example.
 
-    Their order differs from that of the examples: each comes with the indexes of its examples.
+    Each comes with the indexes of its examples, because their order changes.
     """
     for indexes in best_fit([example_tokens(example) for example in examples], budget):
         yield pack_examples([examples[index] for index in indexes], device), indexes
@@ -68,5 +68,5 @@ def placed_micro_batches(
 def pack_examples(
     part: Sequence[Example], device: torch.device | str, *, has_images: bool = False
 ) -> PackedBatch:
-    """Pack examples as one micro-batch; with `has_images`, others of the update have pictures."""
+    """Pack examples as one micro-batch; `has_images`: other examples of the update have images."""
     return pack([row for rows in part for row in rows], device, has_images=has_images)

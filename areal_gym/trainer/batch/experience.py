@@ -1,4 +1,4 @@
-"""A batch as tensors: inputs of estimators, columns of values per token, and metrics."""
+"""A batch as tensors: inputs of advantage estimators, columns of token values, and metrics."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 
 
 class TokenBatch:
-    """Named values of the trained tokens of some rows; each [T_row] on the rows' device.
+    """Named columns with one value per trained token; the values of a row are [T_row].
 
-    `recorded` names columns of the rows, which are read when they are taken.
+    `recorded` maps names to columns of the rows, which are read when they are taken.
     """
 
     def __init__(
@@ -37,23 +37,23 @@ class TokenBatch:
         return name in self._values or name in self._recorded
 
     def put(self, name: str, values_T: Tensor) -> None:
-        """Store values of all tokens, row after row."""
+        """Store the values of all rows' tokens, [T], row after row."""
         self._values[name] = list(torch.split(values_T.to(self._device), self._lengths))
 
     def put_rows(self, name: str, indexes: Sequence[int], values_T: Tensor) -> None:
-        """Store values of the tokens of the rows `indexes`, in that order; other rows have none."""
+        """Store the values of the rows `indexes`, [T], in that order; other rows have none."""
         values = self._values.setdefault(name, [torch.zeros(0)] * len(self._lengths))
         parts = torch.split(values_T.to(self._device), [self._lengths[i] for i in indexes])
         for i, part in zip(indexes, parts, strict=True):
             values[i] = part
 
     def put_per_row(self, name: str, values_B: Tensor) -> None:
-        """Store one value per row, which all tokens of the row have."""
+        """Store one value per row, [B], for all tokens of the row."""
         pairs = zip(values_B.to(self._device), self._lengths, strict=True)
         self._values[name] = [value.expand(length) for value, length in pairs]
 
     def take(self, name: str, indexes: Sequence[int]) -> Tensor:
-        """Return the values of the rows `indexes`, in that order."""
+        """Return the values of the rows `indexes`, [T], in that order."""
         if name in self._recorded:
             rows = [self._rows[i] for i in indexes]
             return trained(rows, self._recorded[name]).to(self._device)
@@ -61,21 +61,21 @@ class TokenBatch:
         return torch.cat([values[i] for i in indexes])
 
     def all(self, name: str) -> Tensor:
-        """Return the values of all rows."""
+        """Return the values of all rows, [T]."""
         return self.take(name, range(len(self._lengths)))
 
     def per_row(self, values_B: Tensor, indexes: Sequence[int]) -> Tensor:
-        """Repeat one value per row of `indexes` for the row's tokens."""
+        """Repeat one value per row of `indexes`, [B], for each of the row's tokens, [T]."""
         lengths = torch.tensor([self._lengths[i] for i in indexes])
         return values_B.repeat_interleave(lengths).to(self._device)
 
     def row_ids(self, indexes: Sequence[int]) -> Tensor:
-        """Return the position in `indexes` of each token's row: 0, 1, 2, ..."""
+        """Return for each token the position of its row in `indexes`: 0, 1, 2, ..."""
         return self.per_row(torch.arange(len(indexes)), indexes)
 
 
 def trained(rows: Sequence[TokenSequence], name: str) -> Tensor:
-    """Return the named values of the tokens that the rows train on, [T]."""
+    """Return the values of a column at the tokens that the rows train on, [T]."""
     values = np.concatenate([row.trained(name) for row in rows])
     return torch.tensor(values, dtype=torch.float32 if values.dtype.kind == "f" else torch.long)
 
@@ -89,25 +89,25 @@ def advantage_inputs(
     """
     turn_rewards, turn_lengths = _shaped_turns(rows, config, max_new_tokens)
     heads = [row for row in rows if row.branch == 0]
-    known = {"old_logprobs_T": trained(rows, "old_logprobs")}
+    token_values = {"old_logprobs_T": trained(rows, "old_logprobs")}
     if any(row.teacher_logprobs for row in rows):
-        known["teacher_logprobs_T"] = trained(rows, "teacher_logprobs")
+        token_values["teacher_logprobs_T"] = trained(rows, "teacher_logprobs")
     if any(prob is not None for row in heads for prob in row.answer_probs):
-        known["answer_probs_T"] = _answer_probs(heads, turn_lengths)
+        token_values["answer_probs_T"] = _answer_probs(heads, turn_lengths)
     return AdvantageInputs.from_turns(
         turn_rewards,
         turn_lengths,
         [row.group_id for row in heads],
         state_keys=[row.state_keys or (None,) for row in heads] if has_state_keys(rows) else None,
         reward_parts_G=_reward_parts(heads),
-        **known,
+        **token_values,
     )
 
 
 def trajectory_inputs(
     rows: Sequence[TokenSequence], config: TrainerConfig, max_new_tokens: int
 ) -> TrajectoryInputs:
-    """Make what `advantage_inputs` makes for estimators that take no tokens."""
+    """Make the inputs of estimators that need no values per token; see `advantage_inputs`."""
     turn_rewards, _ = _shaped_turns(rows, config, max_new_tokens)
     heads = [row for row in rows if row.branch == 0]
     return TrajectoryInputs(
@@ -118,16 +118,17 @@ def trajectory_inputs(
 
 
 def has_state_keys(rows: Sequence[TokenSequence]) -> bool:
-    """Return whether an environment has named the states of the rows' turns."""
+    """Return whether an environment named the states of the rows' turns."""
     return any(key is not None for row in rows for key in row.state_keys)
 
 
 def _shaped_turns(
     rows: Sequence[TokenSequence], config: TrainerConfig, max_new_tokens: int
 ) -> tuple[list[list[float]], list[list[int]]]:
-    """Return the shaped reward, and the number of policy tokens, of each trajectory's turns.
+    """Return, for the turns of each trajectory, the shaped rewards and the policy's tokens.
 
-    Changes of a trajectory's reward by shaping, except for the scale, apply to its last turn.
+    Shaping scales all turns' rewards; any other change of the trajectory's reward applies to its
+    last turn.
     """
     heads = [row for row in rows if row.branch == 0]
     turn_rewards = [list(row.turn_rewards) or [0.0] for row in heads]
@@ -163,15 +164,15 @@ def _shaped_turns(
 
 def _answer_probs(heads: Sequence[TokenSequence], turn_lengths: Sequence[Sequence[int]]) -> Tensor:
     """Return the probability of the known answer before each token's turn, [T]."""
-    every_T = [np.zeros(0)]
+    parts = [np.zeros(0)]
     for row, lengths in zip(heads, turn_lengths, strict=True):
         probs = [np.nan if prob is None else prob for prob in row.answer_probs] or [np.nan]
-        every_T.append(np.repeat(np.array(probs), lengths))
-    return torch.tensor(np.concatenate(every_T))
+        parts.append(np.repeat(np.array(probs), lengths))
+    return torch.tensor(np.concatenate(parts))
 
 
 def _reward_parts(heads: Sequence[TokenSequence]) -> dict[str, Tensor] | None:
-    """Return the values of each named part, 0 where a trajectory has none, [G] each."""
+    """Return the trajectories' values of each reward part, [G], with 0 for a missing one."""
     names = sorted({name for row in heads for name in row.reward_parts})
     return {
         name: torch.tensor([row.reward_parts.get(name, 0.0) for row in heads], dtype=torch.float64)
@@ -189,9 +190,9 @@ def length_penalised(
 ) -> Tensor:
     """Compute r (1 - share sigmoid((L - mean) / std)) for right answers; others keep their reward.
 
-    Arora and Zanette 2025 (2502.04463, eq. 4 and 5): L are a trajectory's tokens, mean and unbiased
-    deviation are those of the right answers to the same task (r >= `right_reward`). A wrong answer
-    gains nothing by being short, and a right one keeps more than 1 - `share` of its reward.
+    Arora and Zanette 2025 (2502.04463, eq. 4 and 5): L is a trajectory's number of tokens; mean and
+    unbiased deviation are over the right answers (r >= `right_reward`) to the same task. A wrong
+    answer gains nothing by being short, and a right one keeps more than 1 - `share` of its reward.
     """
     rewards_G, lengths_G = rewards_G.to("cpu", torch.float64), lengths_G.double()
     shaped_G = rewards_G.clone()
@@ -209,11 +210,11 @@ def overlong_penalty(
 ) -> Tensor:
     """Compute min(-(L - (max_length - tail)) / tail * factor, 0), to be added (DAPO, eq. 13).
 
-    L are the policy's tokens of each trajectory. Over the last `tail` of `max_length` tokens the
-    penalty grows from 0 to `factor`; longer trajectories (turns add up) lose no more than `factor`.
+    L is the number of the policy's tokens in each trajectory. Over the last `tail` of `max_length`
+    tokens the penalty grows from 0 to `factor`. A longer trajectory loses `factor` as well.
 
     Raises:
-        ConfigError: a tail that is not within (0, max_length], or a negative factor.
+        ConfigError: the tail is not within (0, max_length], or the factor is negative.
     """
     if not 0 < tail <= max_length:
         raise ConfigError(
@@ -231,7 +232,7 @@ def shape_rewards(
     """Compute (r + bias) * scale, clipped to +-clip; None does not clip.
 
     Raises:
-        ConfigError: a clip that is not above 0: it would make every reward the same.
+        ConfigError: the clip is not above 0, which would make all rewards equal.
     """
     if clip is not None and clip <= 0:
         raise ConfigError(f"clip = {clip} makes all rewards 0; null switches it off")
@@ -240,7 +241,7 @@ def shape_rewards(
 
 
 def batch_metrics(rows: Sequence[TokenSequence], version: int) -> dict[str, float]:
-    """Return metrics of unshaped rewards, staleness and sizes."""
+    """Return metrics of unshaped rewards, of staleness and of sizes."""
     heads = [row for row in rows if row.branch == 0]
     rewards_G = torch.tensor([row.reward for row in heads], dtype=torch.float64)
     by_group: dict[int, list[float]] = {}
@@ -249,7 +250,7 @@ def batch_metrics(rows: Sequence[TokenSequence], version: int) -> dict[str, floa
     lags: Counter[int] = Counter()
     for row in rows:
         for run in row.runs:
-            if run.version >= 0:  # others are not of this run
+            if run.version >= 0:  # other tokens were not sampled in this run
                 lags[version - run.version] += run.num_tokens
     num_tokens = lags.total()
     return {

@@ -1,4 +1,4 @@
-"""Packs rows into a flat batch, in which the prompt of a group is forwarded once."""
+"""Packs rows into a flat batch, in which the prompt of a group is passed once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from areal_gym.utils.packed_numbers import Ints
 def pack(
     rows: Sequence[Row], device: torch.device | str = "cpu", *, has_images: bool = False
 ) -> PackedBatch:
-    """Place rows on the flat axis: prompts, then their continuations, siblings side by side.
+    """Place rows on the flat axis: first the prompts, then the continuations, siblings together.
 
-    With `has_images`, other rows of the update have pictures, even if these have none.
+    `has_images` says that other rows of the update have images, even if these have none.
     """
     pieces: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -41,10 +41,10 @@ def pack(
     for shared, members in families.items():
         prompt = prompts[shared]
         for i in members:
-            mine = lay(rows[i].token_ids[len(prompt) :], len(prompt))
-            row_index[i] = np.concatenate([np.arange(*_ends(own)) for own in (prompt, mine)])
-            if mine:
-                segments.append((prompt, mine))
+            own = lay(rows[i].token_ids[len(prompt) :], len(prompt))
+            row_index[i] = np.concatenate([np.arange(*_ends(part)) for part in (prompt, own)])
+            if own:
+                segments.append((prompt, own))
     token_ids = np.concatenate([np.arange(0, dtype=np.int32), *pieces])
     flat_positions = np.concatenate([np.arange(0), *positions])
     return PackedBatch(

@@ -1,11 +1,11 @@
-"""Divides a batch among data ranks: each gets its own tokens, and small facts of all rows.
+"""Divides a batch among data ranks: each gets its own token ids, and small values of all rows.
 
     whole batch --divide--> groups without token ids --to every rank--> with_tokens -> Trainer.step
                       `---> token ids of its own rows --to one rank--------^
 
-Estimators and metrics look at the whole batch: rewards, lengths, versions and recorded
-log-probabilities go to every rank. Token ids, and the experts of mixtures, which take a hundred
-times as much, are only read by the rank that passes their row through its model.
+Estimators and metrics need the whole batch, so rewards, lengths, versions and recorded
+log-probabilities go to every rank. Token ids, and a mixture's experts, which take a hundred times
+as much, go only to the rank that passes their row through its model.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from areal_gym.types import Group, RoutedExperts, TokenSpan, Trajectory
 from areal_gym.utils.packed_numbers import Ints
 
 OwnTokens = Mapping[int, Sequence[tuple[Ints, RoutedExperts | None]]]
-"""By the trajectory's place in the batch: ids and experts of each of its spans."""
+"""The ids and experts of each span of a trajectory, by the trajectory's index in the batch."""
 
 
 class OtherRanksTokens(Ints):
-    """The ids of tokens that another rank has: only their number is known here."""
+    """Stands for token ids that another rank has; only their number is known."""
 
     __slots__ = ("_num_tokens",)
 
@@ -37,7 +37,7 @@ class OtherRanksTokens(Ints):
     def _view(self) -> NoReturn:  # type: ignore[override]
         raise TrainError(
             "these tokens belong to another rank of the trainer, and are not known to this one",
-            hints=["a trainer with a `step` of its own is given the whole batch in every rank"],
+            hints=["a trainer with its own `step` is given the whole batch in every rank"],
         )
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class OtherRanksTokens(Ints):
 
 
 def split_by_group(group_ids: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Return the places of the rows of each minibatch; a group is never split."""
+    """Return the row indexes of each minibatch; a group is never split."""
     ids = sorted(set(group_ids))
     num_parts = min(num_parts, len(ids))
     part_of = {group_id: i * num_parts // len(ids) for i, group_id in enumerate(ids)}
@@ -64,9 +64,9 @@ def split_by_group(group_ids: Sequence[int], num_parts: int) -> list[list[int]]:
 def own_members(
     ranks: Ranks, parts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> tuple[list[int], int]:
-    """Return the rows of a data rank, and the one it passes when others have more micro-batches.
+    """Return the rows of a data rank, and a spare row to pass if others have more micro-batches.
 
-    Each of `parts` is shared among all ranks. The spare row is the rank's own, if it has any.
+    Each of `parts` is shared among all ranks. The spare row is one of the rank's own, if any.
     """
     mine = [i for part in parts for i in ranks.share(part, [lengths[i] for i in part])]
     every_row = mine or [i for part in parts for i in part]
@@ -78,7 +78,7 @@ def divide(
 ) -> tuple[list[Group], list[OwnTokens]]:
     """Return the groups without token ids, and the ids of each data rank's rows."""
     trajectories = [trajectory for group in groups for trajectory in group]
-    rows: list[int] = []  # the trajectory of each row that is trained on
+    rows: list[int] = []  # the trajectory's index of each row that is trained on
     group_ids: list[int] = []
     lengths: list[int] = []
     for group_id, place, trained in trained_parts(groups):
@@ -106,7 +106,7 @@ def divide(
 
 
 def with_tokens(groups: Sequence[Group], own: OwnTokens) -> list[Group]:
-    """Return the groups of `divide` with the tokens of one rank."""
+    """Return the groups of `divide` with one rank's token ids filled in."""
     place = -1
 
     def filled(trajectory: Trajectory) -> Trajectory:

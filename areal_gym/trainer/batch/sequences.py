@@ -1,9 +1,9 @@
 """Converts trajectories to flat rows of trainable tokens.
 
 Nothing is decoded or encoded here: a sequence is the concatenation of the spans of one branch,
-which is what the engine saw and sampled. The reward belongs to the trajectory (to its last
-*policy* token, where an estimator works per token), also when the row ends with a tool's output.
-A trajectory that has forked has several rows, and still one reward and one advantage.
+which is what the engine saw and sampled. The reward belongs to the trajectory (for estimators per
+token, to its last *policy* token), even if the row ends with a tool's output. A trajectory that
+forked has several rows, but one reward and one advantage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from areal_gym.utils.packed_numbers import Bools, Floats, Ints, PackedNumbers
 
 
 class TrainedRun(NamedTuple):
-    """The number of tokens of a row that one version sampled in one turn."""
+    """A number of tokens in a row that one policy version sampled in one turn."""
 
     turn: int
     version: int
@@ -32,10 +32,10 @@ class TrainedRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequence:
-    """One row of a training batch. All columns have the row's length T, and are kept packed.
+    """One row of a training batch. All columns have the row's length T and are packed.
 
-    Most columns of a trajectory's row are made when they are read, which of most rows a rank does
-    not; `runs` are enough for what every rank counts in all rows.
+    Most columns of a trajectory's row are computed when they are first read, because a rank never
+    reads those of most rows; `runs` suffice for what every rank counts in all rows.
     """
 
     token_ids: Numbers[int]
@@ -46,15 +46,15 @@ class Sequence:
     versions: Numbers[int]
     """The policy version that sampled each token; -1 on tokens that the policy did not sample."""
     turn_ids: Numbers[int] = ()
-    """The turn of each token; tokens before a turn count as part of it."""
+    """The turn of each token; tokens that precede a turn count as part of it."""
     turn_rewards: tuple[float, ...] = ()
-    """One per turn of the whole trajectory."""
+    """One reward per turn of the whole trajectory."""
     num_prompt_tokens: int = 0
-    """Leading tokens that siblings share."""
+    """The number of leading tokens that siblings share."""
     group_id: int = 0
     """The row's group in the batch."""
     trajectory_id: int = 0
-    """The row's trajectory in the batch; each role of an episode has one of its own."""
+    """The row's trajectory in the batch; each role of an episode has its own."""
     episode_id: int = 0
     """The row's episode in the batch."""
     branch: int = 0
@@ -62,28 +62,28 @@ class Sequence:
     is_truncated: bool = False
     """Whether a limit ended the trajectory."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Named parts of the trajectory's reward."""
+    """The trajectory's reward parts by name."""
     state_keys: tuple[str | None, ...] = ()
-    """The environment's name of the state of each turn of the whole trajectory."""
+    """The environment's key of the state before each turn of the whole trajectory."""
     answer_probs: tuple[float | None, ...] = ()
-    """The probability of the known answer before each turn; None where it is not known."""
+    """The probability of the known answer before each turn; None if it was not computed."""
     role: str = ""
-    """The role that the policy played: that of the turns, or by the task's data."""
+    """The role that the policy played: that of the turns, else the one in the task's data."""
     images: tuple[ImageRef, ...] = ()
-    """The row's pictures; `start` counts from its beginning."""
+    """The row's images; `start` counts from the row's beginning."""
     teacher_logprobs: Numbers[float] = ()
     """A teacher's log-probabilities, 0 on tokens that the policy did not sample; empty without a
     teacher."""
     routed_experts: RoutedExperts | None = None
-    """The experts by which the trained tokens were sampled; None where no engine told them."""
+    """The experts by which the trained tokens were sampled; None if no engine recorded them."""
     runs: tuple[TrainedRun, ...] = ()
-    """The tokens to train on; counted in the columns where they are not given."""
+    """The tokens to train on; by default they are counted in the columns."""
     num_trainable: int = field(init=False)
     """The number of tokens to train on."""
 
     def __post_init__(self) -> None:
-        for name, kind in _COLUMNS.items():
-            object.__setattr__(self, name, kind.of(getattr(self, name)))
+        for name, packed in _COLUMNS.items():
+            object.__setattr__(self, name, packed.of(getattr(self, name)))
         if not self.runs:
             object.__setattr__(self, "runs", self._count_runs())
         object.__setattr__(self, "num_trainable", sum(run.num_tokens for run in self.runs))
@@ -106,11 +106,11 @@ class Sequence:
         return tuple(map(TrainedRun, *runs.tolist(), counts.tolist()))
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a column as an array, which shares its memory."""
+        """Return a column as an array [T] that shares its memory."""
         return np.asarray(getattr(self, name))
 
     def trained(self, name: str) -> np.ndarray[Any, Any]:
-        """Return the values of a column at the tokens to train on."""
+        """Return a column's values at the tokens to train on."""
         values: np.ndarray[Any, Any] = self.array(name)[self.array("loss_mask")]
         return values
 
@@ -128,7 +128,7 @@ _COLUMNS: dict[str, type[PackedNumbers[Any]]] = {
 def make_sequences(
     trajectory: Trajectory, group_id: int = 0, trajectory_id: int = 0, episode_id: int = 0
 ) -> list[Sequence]:
-    """Make the training rows of a trajectory: one per branch, or an empty one without branches."""
+    """Make a trajectory's training rows: one per branch, or one empty row without branches."""
     (role, *_) = (*roles_of(trajectory), trajectory.task.data.get("role", ""))
     return [
         _make_sequence(
@@ -148,16 +148,16 @@ def make_sequences(
     ]
 
 
-def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
+def _make_sequence(spans: tuple[TokenSpan, ...], **fields: Any) -> Sequence:
     lengths = [len(span) for span in spans]
 
-    def repeated(kind: type[PackedNumbers[Any]], values: Iterable[Any]) -> PackedNumbers[Any]:
-        of_spans = np.array(list(values), kind.NAME)
-        return kind.deferred(lambda: kind.from_array(np.repeat(of_spans, lengths)))
+    def repeated(packed: type[PackedNumbers[Any]], values: Iterable[Any]) -> PackedNumbers[Any]:
+        span_values = np.array(list(values), packed.NAME)
+        return packed.deferred(lambda: packed.from_array(np.repeat(span_values, lengths)))
 
     sampled = [span for span in spans if span.origin == "policy"]
     known = next((span.routed_experts for span in sampled if span.routed_experts), None)
-    is_taught = any(span.teacher_logprobs for span in spans)
+    has_teacher = any(span.teacher_logprobs for span in spans)
     return Sequence(
         token_ids=_joined_ids([Ints.of(span.token_ids) for span in spans]),
         loss_mask=repeated(Bools, (span.origin == "policy" for span in spans)),
@@ -167,7 +167,7 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
         ),
         turn_ids=repeated(Ints, (span.turn for span in spans)),
         teacher_logprobs=_logprobs([span.teacher_logprobs or len(span) for span in spans])
-        if is_taught
+        if has_teacher
         else (),
         runs=tuple(TrainedRun(s.turn, s.policy_version or 0, len(s)) for s in sampled if len(s)),
         routed_experts=known
@@ -178,7 +178,7 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
             for span, start in zip(spans, itertools.accumulate(lengths, initial=0), strict=False)
             for image in span.images
         ),
-        **facts,
+        **fields,
     )
 
 
@@ -189,7 +189,7 @@ def _joined_ids(parts: list[Ints]) -> Ints:
 
 
 def _logprobs(parts: list[Numbers[float] | int]) -> Floats:
-    """Return all parts, when they are read; a number stands for as many zeros."""
+    """Return the parts joined, lazily; an integer part stands for that many zeros."""
 
     def joined() -> Floats:
         arrays = (np.zeros(part) if isinstance(part, int) else np.asarray(part) for part in parts)
@@ -199,9 +199,9 @@ def _logprobs(parts: list[Numbers[float] | int]) -> Floats:
 
 
 def sequences_of(groups: Iterable[Group]) -> list[Sequence]:
-    """Make the rows of a batch in order; ids count groups, trajectories and episodes of the batch.
+    """Make the rows of a batch in order; ids number its groups, trajectories and episodes.
 
-    Each role of an episode is a trajectory, in a group with the same role of its siblings.
+    Each role of an episode is a trajectory, in one group with its siblings' same role.
     """
     rows: list[Sequence] = []
     for trajectory_id, (group_id, episode_id, part) in enumerate(trained_parts(groups)):

@@ -1,9 +1,9 @@
-"""On-policy distillation: a teacher gives its log-probabilities for what the student has sampled.
+"""On-policy distillation: a teacher scores the tokens that the student sampled.
 
     rollouts --groups--> annotate (teacher) --groups--> trainer, with the advantage `distill`
 
-They are written into the trajectories, so that a record holds all that training took in: a run is
-replayed without its teacher.
+The log-probabilities are written into the trajectories, so that a run can be replayed without its
+teacher.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _MAX_TRIES = 3
 
 
 class Scorer(Protocol):
-    """The engines that can score, such as `SGLangEngine`."""
+    """An engine that can score given tokens, such as `SGLangEngine`."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return log-probabilities of `token_ids[1:]`, given those before, at temperature 1."""
+        """Return the log-probabilities of `token_ids[1:]`, each given those before, at temp. 1."""
 
 
 class LocalTeacher:
-    """A model in this process, in a thread of its own; `num_threads` are torch's."""
+    """A teacher model in this process, in its own thread with `num_threads` of torch's threads."""
 
     def __init__(
         self, model: PolicyModel, *, tokens_per_microbatch: int = 4096, num_threads: int = 1
@@ -61,18 +61,18 @@ class LocalTeacher:
     @torch.no_grad()
     def _score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
         device = next(self._model.parameters()).device
-        by_place: dict[int, list[float]] = {}
+        by_index: dict[int, list[float]] = {}
         examples = [(row,) for row in rows]
-        for batch, places in placed_micro_batches(examples, self._budget, device):
-            masks = [rows[place].mask for place in places]
+        for batch, indexes in placed_micro_batches(examples, self._budget, device):
+            masks = [rows[i].mask for i in indexes]
             logprobs_T = score_tokens(self._model, batch, masks).logprobs
             parts = torch.split(logprobs_T, [sum(mask) for mask in masks])
-            by_place.update(zip(places, (part.tolist() for part in parts), strict=True))
-        return [by_place[place] for place in range(len(rows))]
+            by_index.update(zip(indexes, (part.tolist() for part in parts), strict=True))
+        return [by_index[i] for i in range(len(rows))]
 
 
 class RemoteTeacher:
-    """An engine that scores. A request that fails is sent again, a few times."""
+    """A teacher model on servers; a request that fails is repeated a few times."""
 
     def __init__(self, engine: Scorer) -> None:
         self._engine = engine
@@ -105,9 +105,9 @@ class RemoteTeacher:
 
 
 class PolicyTeacher:
-    """The policy in training as a teacher: it scores with the weights that it has now.
+    """The policy in training as its own teacher, with its current weights.
 
-    By itself it would teach nothing; what it knows more is in a hint (`annotate`).
+    It can teach only what a hint in its prompt adds (`annotate`).
     """
 
     def __init__(self, trainer: ReferenceTrainer) -> None:
@@ -130,10 +130,10 @@ class PolicyTeacher:
 
 
 class TeacherMixture:
-    """Several teachers: log sum_i w_i p_i(y_t), the weights of a task's teachers adding up to 1.
+    """Several teachers as one: log sum_i w_i p_i(y_t), with weights that add up to 1 for each task.
 
-    Each teacher comes with its weight and the environment whose tasks it teaches, None for all. A
-    mixture of distributions is one, so that the advantage `distill` stays a divergence from it.
+    Each teacher comes with its weight and the environment whose tasks it teaches; None means all. A
+    mixture of distributions is a distribution, so the advantage `distill` remains a divergence.
     """
 
     def __init__(self, teachers: Sequence[tuple[Teacher, float, str | None]]) -> None:
@@ -142,19 +142,19 @@ class TeacherMixture:
     async def score_tasks(
         self, rows: Sequence[TokenRow], env_ids: Sequence[str]
     ) -> list[list[float]]:
-        """Return the mixture's log-probabilities of the marked tokens of each row.
+        """Return the mixture's log-probabilities of each row's marked tokens.
 
         Raises:
             ConfigError: an environment has no teacher.
         """
         parts: list[list[tuple[float, np.ndarray[Any, Any]]]] = [[] for _ in rows]
 
-        async def ask(teacher: Teacher, weight: float, env: str | None) -> None:
-            mine = [i for i, env_id in enumerate(env_ids) if env in (None, env_id)]
-            for i, score in zip(mine, await teacher.score([rows[i] for i in mine]), strict=True):
+        async def score_with(teacher: Teacher, weight: float, env: str | None) -> None:
+            own = [i for i, env_id in enumerate(env_ids) if env in (None, env_id)]
+            for i, score in zip(own, await teacher.score([rows[i] for i in own]), strict=True):
                 parts[i].append((weight, np.asarray(score)))
 
-        await asyncio.gather(*(ask(*one) for one in self._teachers))
+        await asyncio.gather(*(score_with(*teacher) for teacher in self._teachers))
         for env_id, scores in zip(env_ids, parts, strict=True):
             if not scores:
                 raise ConfigError(
@@ -172,7 +172,7 @@ def _log_mixture(scores: Sequence[tuple[float, np.ndarray[Any, Any]]]) -> list[f
 
 
 Prompts = Callable[[Trajectory], tuple[Sequence[int], Sequence[int]]]
-"""Returns the tokens of a trajectory's first prompt, and those of the prompt with a hint."""
+"""Returns the token ids of a trajectory's first prompt, and of the same prompt with a hint."""
 
 
 async def annotate(
@@ -180,23 +180,26 @@ async def annotate(
 ) -> list[Group]:
     """Return the groups with the teacher's log-probabilities in the policy's spans.
 
-    `prompts` gives the teacher a privileged prompt: it scores the same tokens after a prompt that
-    has a hint (on-policy self-distillation; Shenfeld et al. 2026, SDFT). Branches whose first
-    prompt is another one, because the agent has rewritten the history, are scored as they are.
+    Args:
+        groups: the groups of a batch.
+        teacher: scores the policy's tokens.
+        prompts: gives the teacher a privileged prompt: it scores the same tokens after a prompt
+            with a hint (on-policy self-distillation; Shenfeld et al. 2026, SDFT). Branches with
+            another first prompt, because the agent rewrote the history, are scored unchanged.
 
     Raises:
         ConfigError: the hint or the teachers do not fit the tasks.
-        EngineError: a remote teacher could not be asked.
-        TrainError: it gave numbers that are no log-probabilities.
+        EngineError: a remote teacher did not answer.
+        TrainError: the teacher returned values that are not log-probabilities.
     """
-    played = [trajectory for group in groups for trajectory in group]
-    made = (row for i, t in enumerate(played) for row in make_sequences(t, episode_id=i))
-    sequences = [row for row in made if row.num_trainable]
+    trajectories = [trajectory for group in groups for trajectory in group]
+    every_row = (row for i, t in enumerate(trajectories) for row in make_sequences(t, episode_id=i))
+    sequences = [row for row in every_row if row.num_trainable]
     rows = [
         TokenRow(token_ids=row.token_ids, mask=row.loss_mask, num_shared=row.num_prompt_tokens)
         for row in sequences
     ]
-    owners = [played[row.episode_id] for row in sequences]
+    owners = [trajectories[row.episode_id] for row in sequences]
     if prompts is not None:
         plain = rows
         rows = [_with_hint(row, *prompts(t)) for row, t in zip(rows, owners, strict=True)]
@@ -214,17 +217,17 @@ async def annotate(
     scores = np.concatenate([np.zeros(0), *map(np.asarray, answers)])
     if not ((scores > -1e6) & (scores <= 1e-3)).all():
         raise TrainError(
-            "the teacher gives log-probabilities that are none, of tokens that the policy samples",
+            "the teacher's values for the policy's tokens are not log-probabilities",
             hints=["is its tokenizer the policy's?"],
         )
-    num_given = 0
+    num_scored = 0
 
     def with_teacher(span: TokenSpan) -> TokenSpan:
         if span.origin != "policy":
             return span
-        nonlocal num_given
-        start, num_given = num_given, num_given + len(span)
-        return replace(span, teacher_logprobs=Floats.from_array(scores[start:num_given]))
+        nonlocal num_scored
+        start, num_scored = num_scored, num_scored + len(span)
+        return replace(span, teacher_logprobs=Floats.from_array(scores[start:num_scored]))
 
     def annotated(trajectory: Trajectory) -> Trajectory:
         return replace(trajectory, spans=tuple(map(with_teacher, trajectory.spans)))
@@ -245,5 +248,5 @@ def _with_hint(row: TokenRow, prompt: Sequence[int], hinted: Sequence[int]) -> T
 
 
 def _env_of(trajectory: Trajectory) -> str:
-    """Return the environment that the task is of, which in a mix is one of several."""
+    """Return the id of the task's environment, which in a mix is one of several."""
     return str(trajectory.task.data.get("env", trajectory.env_id))

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the preferred answer becomes likelier than the other one."""
+"""Direct preference optimisation (DPO): makes the preferred answer of two likelier."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from areal_gym.trainer.objectives.supervised import Freeze, Judgement, Objective
 def preference_loss(
     margin_P: Tensor, *, kind: Literal["sigmoid", "ipo"] = "sigmoid", beta: float = 0.1
 ) -> Tensor:
-    """Compute the loss of each pair from its margin [P].
+    """Compute the loss of each pair from its margin, [P] -> [P].
 
-    h = (log p(c) - log ref(c)) - (log p(r) - log ref(r)), with log-probabilities of whole rows, is
-    how much more the chosen row has gained on the reference:
+    The margin is h = (log p(c) - log ref(c)) - (log p(r) - log ref(r)), with log-probabilities of
+    whole rows: how much more the chosen row has gained over the reference than the rejected one.
 
     - sigmoid: -log sigmoid(beta h) (Rafailov et al. 2023, eq. 7);
-    - ipo: (h - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17; their tau is beta), which stops at a
+    - ipo: (h - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17; their tau is beta), which aims at a fixed
       margin instead of pushing ever further.
     """
     if kind == "ipo":
@@ -36,26 +36,25 @@ def preference_loss(
 
 
 def is_preferred(margin_P: Tensor) -> Tensor:
-    """Return 1 where the chosen row is ahead, 0 where it is behind, 0.5 where both are equal."""
+    """Return 1 where the chosen row is ahead, 0 where it is behind, 0.5 where they are equal."""
     return (margin_P.detach().sign() + 1) / 2
 
 
 def judged_pairs(loss_P: Tensor, margin_P: Tensor, scores_P2: Tensor) -> Judgement:
-    """Return the losses of pairs, and the metrics of the scores of what was chosen and rejected."""
+    """Return pairs' losses, with metrics of the scores of their chosen and rejected rows."""
     accuracy_P, (chosen_P, rejected_P) = is_preferred(margin_P), scores_P2.unbind(1)
     metrics = {"margin": margin_P, "chosen": chosen_P, "rejected": rejected_P}
     return Judgement(loss_U=loss_P, metrics={"accuracy": accuracy_P, **metrics})
 
 
 class Dpo(Objective):
-    """`preference_loss` of pairs; an example is the chosen row and the rejected row.
+    """Applies `preference_loss` to pairs; an example is the chosen row and the rejected row.
 
     Metrics: `accuracy` (`is_preferred`), `margin` (beta h), and `chosen` and `rejected`, beta times
-    what the policy has gained on the reference in each. `reference` is the frozen policy, or its
-    checkpoint directory.
+    each row's gain over the reference. `reference` is the frozen policy or its directory.
 
     Raises:
-        ConfigError: a beta that is not above 0.
+        ConfigError: beta is not above 0.
     """
 
     def __init__(
@@ -82,21 +81,23 @@ class Dpo(Objective):
     def __call__(
         self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
-        """Judge each pair."""
-        gained_P2 = row_logprobs(decoder, batch, examples) - self._referred(batch, examples)
+        """Compute the loss and metrics of each pair."""
+        gained_P2 = row_logprobs(decoder, batch, examples) - self._reference_logprobs(
+            batch, examples
+        )
         margin_P = gained_P2[:, 0] - gained_P2[:, 1]
         loss_P = preference_loss(margin_P, kind=self._kind, beta=self._beta)
         return judged_pairs(loss_P, self._beta * margin_P, self._beta * gained_P2)
 
     @torch.no_grad()
-    def _referred(self, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
-        # Scored anew in each epoch: several ranks must all do so in the same passes.
+    def _reference_logprobs(self, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
+        # Computed again in each epoch: several ranks must make the same passes.
         assert isinstance(self._reference, PolicyModel)
         return row_logprobs(self._reference, batch, examples)
 
 
 def row_logprobs(decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
-    """Return the log-probability of what is marked in each row of each example, [P, rows]."""
+    """Return the summed log-probability of the marked tokens of each row, [P, rows per example]."""
     rows = [row for pair in examples for row in pair]
     scores = score_tokens(decoder, batch, [row.mask for row in rows])
     parts = torch.split(scores.logprobs, [row.num_marked for row in rows])

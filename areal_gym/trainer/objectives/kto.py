@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: good and bad answers that need not come in pairs."""
+"""Kahneman-Tversky optimisation (KTO): learns from good and bad answers that are not paired."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Compute the loss of each answer from what it has gained on the reference [P].
+    """Compute the loss of each answer from its gain over the reference, [P] -> [P].
 
     Ethayarajh et al. 2024 (2402.01306), eq. 7 and 8, with r = log p(y) - log ref(y) and z0 the
     `baseline`: desirable_weight (1 - sigmoid(beta (r - z0))) for a good answer and
@@ -37,16 +37,17 @@ def kto_loss(
 
 
 class Kto(Objective):
-    """`kto_loss` of labelled answers; an example is an answer and its prompt with another's answer.
+    """Applies `kto_loss` to labelled answers.
 
-    z0 is max(0, mean of log p - log ref of the second rows over the batch), a constant: the paper's
-    estimate of KL(p || ref). It takes a pass without gradient before each batch.
+    An example is an answer, and its prompt with the answer to another prompt. z0 is the constant
+    max(0, mean of log p - log ref over the batch's second rows): the paper's estimate of
+    KL(p || ref). It takes a pass without gradient before each batch.
 
     Metrics: `accuracy` (good answers above z0 and bad ones below), `gained` (beta r), `baseline`
-    (z0). `reference` is the frozen policy, or its checkpoint directory.
+    (z0). `reference` is the frozen policy or its checkpoint directory.
 
     Raises:
-        ConfigError: a beta that is not above 0.
+        ConfigError: beta is not above 0.
     """
 
     has_batch_mean = True
@@ -76,13 +77,13 @@ class Kto(Objective):
     def batch_values(
         self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Tensor:
-        """Return what the answers to other prompts have gained on the reference, [P]."""
+        """Return the gains over the reference of the answers to other prompts, [P]."""
         return self._gained(decoder, [(rows[1],) for rows in examples], batch)
 
     def __call__(
         self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
-        """Judge each answer."""
+        """Compute the loss and metrics of each answer."""
         gained_P = self._gained(decoder, [(rows[0],) for rows in examples], batch)
         baseline = max(0.0, self.batch_mean)
         is_good_P = torch.tensor([rows[0].is_desirable for rows in examples]).to(gained_P.device)
@@ -109,5 +110,5 @@ class Kto(Objective):
         batch = pack_examples(examples, packed.token_ids_N.device)
         with torch.no_grad():
             assert isinstance(self._reference, PolicyModel)
-            referred_P = row_logprobs(self._reference, batch, examples)
-        return (row_logprobs(decoder, batch, examples) - referred_P).squeeze(1)
+            reference_P = row_logprobs(self._reference, batch, examples)
+        return (row_logprobs(decoder, batch, examples) - reference_P).squeeze(1)

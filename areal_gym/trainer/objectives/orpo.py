@@ -1,4 +1,4 @@
-"""Odds-ratio preference optimisation: imitation and preference at once, without a reference."""
+"""Odds-ratio preference optimisation (ORPO): imitation and preference without a reference."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from areal_gym.trainer.objectives.supervised import Judgement, Objective
 
 
 def log_odds(mean_logprobs: Tensor) -> Tensor:
-    """Compute log(p / (1 - p)) of log p, the mean log-probability of a row's tokens."""
+    """Compute log(p / (1 - p)) from log p, the mean log-probability of a row's tokens."""
     # 1 - p without cancellation where p is near 1.
     return mean_logprobs - torch.log(-torch.expm1(mean_logprobs.clamp(max=-1e-7)))
 
 
 class Orpo(Objective):
-    """-log p(chosen) per token, less weight log sigmoid(log odds ratio) (Hong et al. 2024, ORPO).
+    """Applies the ORPO loss: -log p(chosen) per token - weight * log sigmoid(log odds ratio).
 
-    2403.07691, eq. 6 and 7: the odds are those of a row's geometric mean probability,
-    p = exp(mean log p(y_t)). An example is the chosen row and the rejected row.
+    Hong et al. 2024 (2403.07691), eq. 6 and 7. The odds are those of a row's geometric mean
+    probability, p = exp(mean log p(y_t)). An example is the chosen row and the rejected row.
 
     Metrics: `accuracy` (the chosen row has the higher odds), `margin` (the log odds ratio), and
     `chosen` and `rejected`, the mean log-probabilities.
 
     Raises:
-        ConfigError: a weight that is not above 0.
+        ConfigError: the weight is not above 0.
     """
 
     def __init__(self, *, weight: float = 0.1) -> None:
@@ -47,7 +47,7 @@ class Orpo(Objective):
     def __call__(
         self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
-        """Judge each pair."""
+        """Compute the loss and metrics of each pair."""
         lengths_P2 = torch.tensor([[row.num_marked for row in pair] for pair in examples])
         sums_P2 = row_logprobs(decoder, batch, examples)
         means_P2 = sums_P2 / lengths_P2.clamp(min=1).to(sums_P2.device)

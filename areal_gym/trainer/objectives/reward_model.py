@@ -1,4 +1,4 @@
-"""A reward model: the better dialogue of two gets the higher number."""
+"""A reward model, which gives the better of two dialogues the higher number."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from areal_gym.trainer.objectives.supervised import Judgement, Objective
 from areal_gym.types import Message
 
 _BUDGET = 8192
-"""Tokens that are graded at once."""
+"""Tokens that are scored at once."""
 
 
 class BradleyTerry(Objective):
-    """-log sigmoid(r(chosen) - r(rejected)); an example is the chosen row and the rejected row.
+    """Computes -log sigmoid(r(chosen) - r(rejected)); an example is the chosen and rejected row.
 
-    Bradley & Terry 1952; as a loss of reward models: Ouyang et al. 2022 (InstructGPT), eq. 1, with
-    pairs only. The reward is read at the last token of a row.
+    Bradley & Terry 1952; as a reward model's loss: Ouyang et al. 2022 (InstructGPT), eq. 1, with
+    pairs only. A row's reward is read at its last token.
 
     Metrics: `accuracy` (`is_preferred`), `margin`, and the rewards `chosen` and `rejected`.
     """
@@ -41,10 +41,10 @@ class BradleyTerry(Objective):
     def __call__(
         self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
-        """Judge each pair.
+        """Compute the loss and metrics of each pair.
 
         Raises:
-            TypeError: the decoder is no `DialogueScorer`.
+            TypeError: the decoder is not a `DialogueScorer`.
         """
         rewards_P2 = _rewards(decoder, batch).view(len(examples), 2)
         margin_P = rewards_P2[:, 0] - rewards_P2[:, 1]
@@ -52,10 +52,10 @@ class BradleyTerry(Objective):
 
 
 class Grader:
-    """Grades dialogues with a reward model.
+    """Scores dialogues with a reward model.
 
-    Grades of different tasks need not be comparable: the model has only learned which of two
-    answers to one prompt is better.
+    Scores of different tasks need not be comparable: the model has only learned which of two
+    answers to the same prompt is better.
 
     Example::
 
@@ -78,26 +78,26 @@ class Grader:
         """Return the rewards of several dialogues, in order.
 
         Raises:
-            DataError: the assistant says nothing in one.
+            DataError: the assistant says nothing in a dialogue.
         """
         tail = closing_ids(self._renderer)
         examples: list[Example] = []
         for messages in dialogues:
             ids = transcribe(self._renderer, messages, tools)[-1].token_ids + tail
             examples.append((TokenRow(token_ids=ids, mask=(False,) * len(ids)),))
-        by_place: dict[int, float] = {}
-        for batch, places in placed_micro_batches(examples, _BUDGET, self._device):
-            by_place.update(zip(places, _rewards(self._model, batch).tolist(), strict=True))
-        return [by_place[place] for place in range(len(examples))]
+        by_index: dict[int, float] = {}
+        for batch, indexes in placed_micro_batches(examples, _BUDGET, self._device):
+            by_index.update(zip(indexes, _rewards(self._model, batch).tolist(), strict=True))
+        return [by_index[i] for i in range(len(examples))]
 
 
 def load(
     directory: Path | str, *, device: torch.device | str = "cpu", backend: Backend = "auto"
 ) -> Grader:
-    """Return the grader of a checkpoint directory, run by `backend` (`ModelLoader`).
+    """Load a reward model from a checkpoint directory, to be run by `backend` (`ModelLoader`).
 
     Raises:
-        ConfigError: there is none, or it is of another kind.
+        ConfigError: the directory has no checkpoint, or not one of a reward model.
     """
     model = ModelLoader(backend=backend, is_reward_model=True).load(directory, device=device)
     assert isinstance(model, DialogueScorer)
@@ -105,7 +105,7 @@ def load(
 
 
 def _rewards(decoder: PolicyModel, batch: PackedBatch) -> torch.Tensor:
-    """Return [B]: the rewards at the last token of each row."""
+    """Return the rewards at the last token of each row, [B]."""
     if not isinstance(decoder, DialogueScorer):
         raise TypeError(f"a reward model is needed, not a {type(decoder).__name__}")
     device = batch.token_ids_N.device

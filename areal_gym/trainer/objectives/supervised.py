@@ -1,9 +1,9 @@
-"""A trainer for objectives on fixed data: examples in, updated weights out.
+"""Trains on fixed data with an objective.
 
     examples -> [micro-batch -> objective -> backward] -> update
 
-An objective gives one loss for each of its units (a token, a pair). The loss of a batch is their
-mean, exactly, however it is split into micro-batches and over ranks.
+An objective gives one loss per unit (a token, a pair). The loss of a batch is their mean, exactly,
+however the batch is split into micro-batches and over ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from areal_gym.trainer.policy_trainer import PolicyTrainer
 from areal_gym.trainer.step_profiler import profiled
 
 Freeze = Callable[[PolicyModel | Path], PolicyModel]
-"""Loads a policy where a directory is given, and places it, frozen, beside the one in training."""
+"""Returns a frozen policy, loaded if it is given as a directory, beside the one in training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,21 +40,21 @@ class Judgement:
     """The losses and metrics of some examples."""
 
     loss_U: Tensor
-    """One per unit, with gradient."""
+    """One loss per unit, [U], with gradient."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """By name, one number per token, row or example; their means are shown."""
+    """One number per token, row or example, by name; their means are reported."""
 
 
 class Objective(ABC):
-    """An objective on fixed data. Examples are judged one by one: none sees another."""
+    """An objective on fixed data. Each example is judged by itself."""
 
     heads: Sequence[str] = ()
-    """Modules of the decoder that begin from nothing: they are trained beside an adapter, too."""
+    """Modules of the decoder with fresh weights, which are trained beside an adapter, too."""
 
     has_batch_mean: bool = False
-    """Whether the objective needs the mean of `batch_values` over the whole batch first."""
+    """Whether the objective first needs the mean of `batch_values` over the whole batch."""
     batch_mean: float = 0.0
-    """That mean, of the batch that is judged."""
+    """That mean, of the current batch."""
 
     def batch_values(
         self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
@@ -63,7 +63,7 @@ class Objective(ABC):
         raise NotImplementedError
 
     def prepare(self, freeze: Freeze) -> None:  # noqa: B027
-        """Load the other policies that the objective needs with `freeze`."""
+        """Load other policies that the objective needs, with `freeze`."""
 
     @abstractmethod
     def num_units(self, example: Example) -> int:
@@ -73,26 +73,26 @@ class Objective(ABC):
     def __call__(
         self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
-        """Judge the examples whose rows, in order, make up `batch`."""
+        """Compute losses and metrics of the examples whose rows, in order, make up `batch`."""
 
 
 class Sft(Objective):
-    """-log p(y_t | before) of each marked token; a batch's loss is the mean over its tokens.
+    """Computes -log p(y_t | y_<t) of each marked token; a batch's loss is the mean over its tokens.
 
     Maximum likelihood, as in Ouyang et al. 2022 (InstructGPT), section 3.5. An example is one row.
 
-    Metrics: `accuracy`, the share of tokens than which none is likelier; `exact`, the share of
-    examples in which all tokens are such.
+    Metrics: `accuracy`, the share of tokens that were the likeliest; `exact`, the share of examples
+    whose tokens all were.
     """
 
     def num_units(self, example: Example) -> int:
-        """Return the number of its marked tokens."""
+        """Return the number of marked tokens."""
         return sum(row.num_marked for row in example)
 
     def __call__(
         self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
-        """Judge each marked token."""
+        """Compute the loss of each marked token, and the metrics."""
         masks = [row.mask for rows in examples for row in rows]
         scores = score_tokens(decoder, batch, masks)
         is_right_T = scores.is_likeliest
@@ -107,13 +107,13 @@ class Sft(Objective):
 
 
 class Supervised(PolicyTrainer):
-    """Trains a decoder, or a reward model, on fixed data.
+    """Trains a decoder or a reward model on fixed data.
 
-    The weights of `decoder` are updated in place and are the float32 master weights; each rank is
-    given the whole ones.
+    The weights of `decoder` are the float32 master weights and are updated in place; each rank gets
+    the whole weights.
 
     Raises:
-        ConfigError: weights that are not float32, or `trainer.lora` does not fit them.
+        ConfigError: the weights are not float32, or `trainer.lora` does not fit the model.
     """
 
     def __init__(
@@ -134,13 +134,13 @@ class Supervised(PolicyTrainer):
     def step(
         self, batch: Sequence[Example], version: int = 0, *, scale: float = 1.0
     ) -> dict[str, float]:
-        """Train on a batch once and return its metrics, as they were before the update.
+        """Train once on a batch and return its metrics from before the update.
 
-        `scale` multiplies the learning rates, besides `warmup_steps`; `version` is not used.
+        `scale` multiplies the learning rates, in addition to `warmup_steps`; `version` is ignored.
 
         Raises:
             NotFiniteError: the loss or its gradient was not finite several times in a row.
-            TrainError: there is too little memory.
+            TrainError: memory is too small.
         """
         start_s = time.perf_counter()
         scale *= self._lr_scale()
@@ -150,7 +150,7 @@ class Supervised(PolicyTrainer):
         is_applied = self._note_update(
             norm,
             is_loss_finite=is_finite,
-            hints=["--resume begins with this very batch, which seed and step decide"],
+            hints=["--resume begins with the same batch, which depends on seed and step"],
         )
         self.num_steps += 1
         return metrics | {
@@ -163,7 +163,7 @@ class Supervised(PolicyTrainer):
 
     @torch.no_grad()
     def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Return the loss and the objective's metrics on examples that are not learned from."""
+        """Return the loss and the objective's metrics on held-out examples."""
         return self._measure_examples(examples, learns=False)
 
     def _measure_examples(self, examples: Sequence[Example], *, learns: bool) -> dict[str, float]:
@@ -203,17 +203,17 @@ class Supervised(PolicyTrainer):
         return self._ranks.sum({"total": total})["total"] / len(examples)
 
     def _microbatches(self, examples: Sequence[Example]) -> Iterator[tuple[list[Example], bool]]:
-        """Yield the micro-batches of this rank's share, and whether they count."""
+        """Yield the micro-batches of this rank's share, and whether each counts."""
         costs = [example_tokens(example) for example in examples]
         mine = self._ranks.share(range(len(examples)), costs)
         bins = best_fit([costs[i] for i in mine], self.config.tokens_per_microbatch)
-        shown = [
+        image_rows = [
             Row(token_ids=(), images=tuple(image for row in example for image in row.images))
             for example in examples
         ]
         most = self.config.patches_per_microbatch
         full = ([mine[j] for j in part] for part in bins)
-        microbatches = [part for each in full for part in split_by_patches(shown, each, most)]
+        microbatches = [part for bin_ in full for part in split_by_patches(image_rows, bin_, most)]
         spare = min(range(len(examples)), key=lambda i: costs[i])
         for indexes, is_mine in self._ranks.equal_passes(microbatches, spare):
             yield [examples[i] for i in indexes], is_mine

@@ -1,1 +1,1 @@
-"""Several ranks: FSDP2, process groups and the trainer in a child process."""
+"""Training on several ranks: FSDP2, process groups, and trainers in child processes."""

@@ -1,7 +1,7 @@
-"""FSDP2: each rank keeps a shard of every weight, and gathers a layer while it needs it.
+"""FSDP2: each rank keeps a shard of every weight, and gathers a layer when it is needed.
 
 Zhao et al. 2023; `torch.distributed.fsdp.fully_shard`. Master weights, gradients and optimizer
-states are float32 and sharded; with `dtype="bfloat16"` layers are gathered and computed in
+states are float32 and sharded. With `dtype="bfloat16"`, layers are gathered and computed in
 bfloat16, and gradients are summed in float32.
 """
 
@@ -45,11 +45,11 @@ _Pass = TypeVar("_Pass")
 
 
 _WHOLE_GRADIENTS_BYTES = 4e9
-"""Whole gradients of at most so many bytes are kept on each rank until the end of an update."""
+"""Each rank keeps unsharded gradients until the end of an update if they have at most this size."""
 
 
 def _require_compiler() -> None:
-    name = os.environ.get("CXX", "g++")  # as torch's inductor does
+    name = os.environ.get("CXX", "g++")  # the choice of torch's inductor
     if shutil.which(name) is None:
         raise ConfigError(
             f"trainer.compile=true needs a C++ compiler, but {name!r} is not installed",
@@ -69,13 +69,13 @@ def load_for_training(
     loader: ModelLoader = AUTO,
     is_frozen: bool = False,
 ) -> PolicyModel:
-    """Read a checkpoint as this rank needs it; every rank must call this.
+    """Load a checkpoint for this rank; every rank must call this.
 
-    A model of transformers is read in shards, one of the tiny decoder whole. Weights
-    that nothing trains are in the type that is computed in.
+    A transformers model is loaded in shards, the tiny decoder as a whole. Weights that are not
+    trained have the type of the computation.
 
     Raises:
-        ConfigError: it cannot be trained.
+        ConfigError: the model cannot be trained.
     """
     device = torch.device(device)
     if not loader.uses_transformers(directory):
@@ -93,7 +93,7 @@ def load_for_training(
 
 
 def sharding_of(config: TrainerConfig, layout: Layout, device: torch.device) -> Sharding | None:
-    """Return how ranks of the settings share a model of transformers; None for one rank."""
+    """Return how the ranks share a transformers model; None for one rank."""
     from areal_gym.models.hf.hf_loading import Sharding
 
     if layout.num_ranks == 1:
@@ -106,10 +106,10 @@ def sharding_of(config: TrainerConfig, layout: Layout, device: torch.device) -> 
 
 
 def require_exact_packing(model: PolicyModel, config: TrainerConfig) -> None:
-    """Refuse a model whose packed sequences see each other; every rank must call this.
+    """Check that packed sequences do not affect each other; every rank must call this.
 
     Raises:
-        ConfigError: names the architecture and what to do.
+        ConfigError: they do, with this architecture.
     """
     device = next(model.parameters()).device
     with autocast(device, config):
@@ -124,15 +124,15 @@ def _pack(device: torch.device, rows: Sequence[Sequence[int]], num_shared: int) 
 
 
 def prepare_decoder(decoder: PolicyModel, config: TrainerConfig, ranks: Ranks) -> None:
-    """Apply the settings to a decoder's layers, shard its weights and the tokens of its passes.
+    """Apply the settings to a decoder: shard its weights, and the tokens of its passes.
 
-    The weights outside of layers (embeddings, the last norm, the output projection) are gathered
-    as one piece and stay whole until the end of the backward pass: the loss needs the output
+    The weights outside of layers (embeddings, last norm, output projection) are gathered as one
+    piece and stay gathered until the end of the backward pass, because the loss needs the output
     projection after the decoder has returned.
 
     Raises:
-        ConfigError: the settings compile layers for a CPU, and there is no compiler; or ranks
-            cannot share the tokens of this architecture.
+        ConfigError: layers are to be compiled for a CPU without a compiler, or ranks cannot share
+            the tokens of this architecture.
     """
     decoder.recomputes_layers = config.recompute_layers
     decoder.share_tokens(ranks.context_group)
@@ -173,20 +173,20 @@ def shard_head(head: nn.Linear, config: TrainerConfig, ranks: Ranks) -> None:
 def reducing_once(
     passes: Iterable[_Pass], config: TrainerConfig, *modules: nn.Module | None
 ) -> Iterator[_Pass]:
-    """Yield the passes of one update; the backward pass of the last one reduces their gradients.
+    """Yield the passes of one update, so that only the last backward pass reduces gradients.
 
-    With `trainer.parallel.reduce` "microbatch" every backward pass does, but replicas sum those of
-    their layers in the last one; "auto" means that for models whose whole gradients are too large.
+    With `trainer.parallel.reduce` "microbatch", every backward pass reduces them over shards, and
+    the last one over replicas; "auto" chooses this for models whose whole gradients are large.
     """
     trained = (p for module in modules if module is not None for p in module.parameters())
     num_bytes = sum(4 * p.numel() for p in trained if p.requires_grad) // config.parallel.tensor
-    once = config.parallel.reduce == "update" or (
+    reduces_once = config.parallel.reduce == "update" or (
         config.parallel.reduce == "auto" and num_bytes <= _WHOLE_GRADIENTS_BYTES
     )
     parts = [part for module in modules if module is not None for part in module.modules()]
-    if not once:
-        # Of what is outside of layers, torch reduces some weights before others, and cannot keep
-        # the sums of one replica for later.
+    if not reduces_once:
+        # Of the weights outside of layers, torch reduces some before others, and cannot keep a
+        # replica's sums for later.
         layers = (part.layers for part in parts if isinstance(part, PolicyModel))
         parts = [part for modules_of in layers for part in modules_of.modules()]
     sharded = [part for part in parts if isinstance(part, FSDPModule)]
@@ -197,14 +197,14 @@ def reducing_once(
         is_last = following is None
         for part in sharded:
             part.set_requires_all_reduce(is_last, recurse=False)
-            if once:
+            if reduces_once:
                 part.set_requires_gradient_sync(is_last, recurse=False)
                 part.set_is_last_backward(is_last)
         yield current
 
 
 def drop_gathered(*modules: nn.Module | None) -> None:
-    """Free weights that a forward pass without a backward pass has left gathered.
+    """Free the weights that a forward pass without a backward pass left gathered.
 
     Otherwise the next forward pass would use these weights, which may be outdated.
     """
@@ -222,7 +222,7 @@ def drop_gathered(*modules: nn.Module | None) -> None:
 
 
 def autocast(device: torch.device, config: TrainerConfig) -> AbstractContextManager[Any]:
-    """Compute in the type of the settings."""
+    """Return a context in which torch computes in the type of the settings."""
     if config.dtype == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -234,7 +234,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors that lie on the same ranks in the same way: experts may lie on others."""
+    """Group tensors by the mesh and layout in which they are sharded; those of experts differ."""
     groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
         layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -243,7 +243,7 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float, ranks: Ranks = ALONE) -> float:
-    """Scale gradients in place to a norm of at most `max_norm`; return the norm they had.
+    """Scale gradients in place to a norm of at most `max_norm`; return their norm before.
 
     Gradients of parameters that every rank has whole (adapters of a sharded model) are averaged
     first, as FSDP2 does with those that it shards.
@@ -257,7 +257,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, ranks: Ranks =
     groups = by_mesh(gradients)
     if len(groups) == 1:
         return float(full(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
-    # torch's own function takes gradients of one mesh only.
+    # torch's function takes gradients of one mesh only.
     norm = math.hypot(*(float(full(torch.nn.utils.get_total_norm(group))) for group in groups))
     for gradient in gradients:
         gradient *= min(1.0, max_norm / (norm + 1e-6))

@@ -1,7 +1,7 @@
-"""Messages between a trainer's processes: large arrays travel beside the pickle, not inside.
+"""Messages between a trainer's processes, with large arrays beside the pickle, not inside.
 
-Pickling copies them while it holds Python's lock, and the event loop of a run stands still for as
-long; a pipe is written and read without the lock.
+Pickling copies arrays while it holds Python's lock, and a run's event loop stands still meanwhile.
+Pipes are written and read without the lock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _LARGE_BYTES = 2**12
-"""A message of its own costs about as much as a copy of so many bytes."""
+"""A separate message costs about as much as copying this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Message:
 
     @staticmethod
     def receive(pipe: Connection) -> Message:
-        """Read the next message; raise EOFError when the other end is gone."""
+        """Read the next message; raise EOFError if the other end is closed."""
         are_readonly = pickle.loads(pipe.recv_bytes())
         head = pipe.recv_bytes()
         raw = ((pipe.recv_bytes(), is_readonly) for is_readonly in are_readonly)

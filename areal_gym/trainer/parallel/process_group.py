@@ -1,8 +1,8 @@
-"""Joins the ranks of a trainer to one process group, within a stated time.
+"""Joins the ranks of a trainer to one process group, within a time limit.
 
-Left to itself, torch waits for 10 to 30 minutes and does not say for whom. Here each rank first
-tells the others where it is, through the store that they all meet at; then it connects, and one
-small reduction proves that data flows.
+torch by itself waits for 10 to 30 minutes and does not say for which rank. Here each rank first
+announces its host in a store that all ranks can reach; then it connects, and a small reduction
+proves that data flows.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ _SHOWN = 8  # the most ranks that an error lists
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """The place and the time by which the ranks of a group meet, as one of them sees it."""
+    """Where and within what time the ranks of a group meet, for one of the ranks."""
 
     url: str
     """`tcp://HOST:PORT`, at which rank 0 listens, or `file://PATH` on one machine."""
     rank: int
     size: int
     timeout_s: float
-    """For everything: until all ranks are there, and until they are connected."""
+    """The limit for everything: until all ranks are present, and until they are connected."""
     setting: str = "trainer.connect_timeout_s"
-    """The name of the setting that has the timeout."""
+    """The name of the setting with the timeout."""
 
     def join(self, backend: str, devices: Sequence[torch.device | str]) -> None:
-        """Make `torch.distributed`'s default group; a reduction on each device proves it.
+        """Make `torch.distributed`'s default group, and test it by a reduction on each device.
 
         Raises:
-            TrainError: a rank did not come in time, or cannot be reached; names it, and its host.
+            TrainError: a rank is missing or cannot be reached; the message names rank and host.
         """
         deadline_s = time.monotonic() + self.timeout_s
-        # torch keeps the one that listens as long as the group lives: further groups need it. Ours
-        # is another connection, for each serves one thread at a time.
+        # torch keeps the store that listens as long as the group lives, because further groups need
+        # it. We use another connection, because each serves one thread at a time.
         store = self._open_store(listens=self.rank == 0)
-        ours = PrefixStore("areal-gym", self._open_store(listens=False))
-        self._find_all(ours, deadline_s)
-        # In the thread that looks after the devices, for each thread has a current one.
-        placed = [torch.zeros(1, device=device) for device in devices]
+        own_store = PrefixStore("areal-gym", self._open_store(listens=False))
+        self._wait_for_ranks(own_store, deadline_s)
+        # Made in this thread, which manages the devices, because the current device is per thread.
+        probes = [torch.zeros(1, device=device) for device in devices]
 
         def connect() -> None:
             torch.distributed.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.size
             )
-            for tensor in placed:
+            for tensor in probes:
                 torch.distributed.all_reduce(tensor)
                 tensor.item()  # waits for the device
-            ours.set(f"connected/{self.rank}", "")
+            own_store.set(f"connected/{self.rank}", "")
 
         try:
             is_connected = _finishes(connect, deadline_s - time.monotonic())
@@ -69,10 +69,10 @@ class Meeting:
             reason = str(error).strip().splitlines()[0]
             raise self._error(f"could not connect to the others: {reason}") from error
         if not is_connected:
-            late = [rank for rank in range(self.size) if not _has(ours, f"connected/{rank}")]
+            late = [rank for rank in range(self.size) if not _has(own_store, f"connected/{rank}")]
             raise self._error(
                 f"the ranks found each other, but did not connect within {self.timeout_s:g} s; "
-                f"not connected: {self._places(ours, late)}"
+                f"not connected: {self._places(own_store, late)}"
             )
 
     def _open_store(self, *, listens: bool) -> Store:
@@ -96,7 +96,7 @@ class Meeting:
                 f"{str(error).strip().splitlines()[0]}"
             ) from error
 
-    def _find_all(self, store: Store, deadline_s: float) -> None:
+    def _wait_for_ranks(self, store: Store, deadline_s: float) -> None:
         store.set(f"rank/{self.rank}", json.dumps({"host": _host(), "pid": os.getpid()}))
         keys = [f"rank/{rank}" for rank in range(self.size)]
         try:
@@ -105,17 +105,17 @@ class Meeting:
         except RuntimeError as error:
             try:
                 missing = [rank for rank, key in enumerate(keys) if not _has(store, key)]
-                there = self._places(store, [r for r in range(self.size) if r not in missing])
-            except RuntimeError:  # rank 0 has given up and is gone
-                raise self._error(f"rank 0, at {self.url}, went away") from error
+                present = self._places(store, [r for r in range(self.size) if r not in missing])
+            except RuntimeError:  # rank 0 has given up and has ended
+                raise self._error(f"rank 0, at {self.url}, has ended") from error
             names = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if missing[_SHOWN:] else "")
             raise self._error(
                 f"{counted(len(missing), 'rank')} ({names}) did not come to {self.url} within "
-                f"{self.timeout_s:g} s; there are: {there}"
+                f"{self.timeout_s:g} s; present: {present}"
             ) from error
 
     def _places(self, store: Store, ranks: Sequence[int]) -> str:
-        """Return ranks with their hosts and processes, as they have told."""
+        """Return the ranks with the hosts and processes that they announced."""
         shown = []
         for rank in ranks[:_SHOWN]:
             place = json.loads(store.get(f"rank/{rank}"))
@@ -149,7 +149,7 @@ def _host() -> str:
 
 
 def _finishes(function: Callable[[], None], timeout_s: float) -> bool:
-    """Call a function in a thread, which is given up after a time; raise what it raises."""
+    """Call a function in a thread; return whether it ended in time, and raise what it raised."""
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -1,9 +1,9 @@
-"""The ranks that train one policy together, seen from one of them.
+"""The ranks that train one policy together, as one of them sees them.
 
-Every rank knows the facts of the whole batch, gets the tokens of its share of the rows, and
-computes their forward and backward passes. Ranks exchange small data here: metrics, and values per
-token known before the first update.
-`areal_gym.trainer.parallel.fsdp` exchanges weights and gradients.
+Every rank has the small values of the whole batch and the tokens of its share of the rows, whose
+forward and backward passes it computes. Here ranks exchange small data: metrics, and values per
+token that are known before the first update. `areal_gym.trainer.parallel.fsdp` exchanges weights
+and gradients.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ONE_RANK = Layout()
 class Ranks:
     """This process as one of `layout.num_ranks` ranks; by default it is the only one.
 
-    With more than one, `torch.distributed` must be initialised, and every rank must call the same
-    methods, and read the same meshes and groups, in the same order. Ranks of one tensor group or
-    one context group are one data rank: they get the same rows.
+    With more than one, `torch.distributed` must be initialised, and all ranks must call the same
+    methods, and read the same meshes and groups, in the same order. The ranks of one tensor or
+    context group form one data rank: they get the same rows.
     """
 
     rank: int = 0
@@ -53,14 +53,14 @@ class Ranks:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """All ranks, by dimensions that are named as the settings are."""
+        """All ranks, in dimensions named as the settings are."""
         names = ("replicate", "shard", "context", "tensor")
         sizes = tuple(getattr(self.layout, name) for name in names)
         return init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The ranks that FSDP2 shards over; of two dimensions, it replicates over the first."""
+        """The ranks that FSDP2 shards over; with two dimensions, it replicates over the first."""
         layout = self.layout
         sizes = (layout.replicate, layout.fsdp_size, layout.tensor)
         names = ("replicate", "fsdp", "tensor")
@@ -77,15 +77,15 @@ class Ranks:
 
     @cached_property
     def _data_group(self) -> torch.distributed.ProcessGroup | None:
-        """One rank of each data rank; None for all ranks."""
+        """One rank of each data rank; None if that is all ranks."""
         if self.num_data_ranks == self.size:
             return None
         return self.mesh["replicate", "shard"]._flatten("data").get_group()
 
     def share(self, members: Sequence[int], costs: Sequence[int]) -> list[int]:
-        """Return this data rank's part of `members`; the costs of all parts are balanced.
+        """Return this data rank's part of `members`; the parts have about the same costs.
 
-        Neighbours stay together: siblings are adjacent, and share their prompt.
+        Neighbours stay together, because siblings are adjacent and share their prompt.
         """
         ends = list(accumulate(costs))
         total = ends[-1] if ends else 0
@@ -95,7 +95,7 @@ class Ranks:
         return [m for m, middle in zip(members, middles, strict=True) if low <= middle < high]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every data rank, in order; values must be picklable."""
+        """Return the values of all data ranks in order; they must be picklable."""
         if self.num_data_ranks == 1:
             return [value]
         gathered: list[Any] = [None] * self.num_data_ranks
@@ -103,7 +103,7 @@ class Ranks:
         return gathered
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return sums over all data ranks, whose keys may differ."""
+        """Return the sums over all data ranks by name; a rank may lack some names."""
         totals: dict[str, float] = {}
         for part in self.gather(dict(values)):
             for name, value in part.items():
@@ -115,10 +115,10 @@ class Ranks:
     ) -> Iterator[tuple[list[int], bool]]:
         """Yield the members of this rank's micro-batches, and whether they count.
 
-        All ranks make the same number of passes, for each gathers the others' weights: a rank that
-        has none left passes the member `spare`, which does not count.
+        All ranks make the same number of passes, because each pass gathers the weights from all. A
+        rank that has no micro-batch left passes the member `spare`, which does not count.
         """
-        # Before the first pass: a rank that has finished would wait for those that still pass.
+        # Exchanged before the first pass, else a rank that has finished would wait for the others.
         num_passes = max(self.gather(len(microbatches)))
         for members in microbatches:
             yield members, True

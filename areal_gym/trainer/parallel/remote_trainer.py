@@ -1,4 +1,4 @@
-"""A trainer that works in other processes: seen from here, and in each of these, its ranks.
+"""A trainer in other processes: its proxy in this process, and its ranks in those.
 
 RemoteTrainer.step  --what starts the ranks: `worker`, `distributed.ray_ranks`-->  Serving.call
 """
@@ -42,14 +42,14 @@ from areal_gym.types import Group, Task
 
 _T = TypeVar("_T")
 _PART_BYTES = 16_000_000
-"""How many bytes of weights, at least, ranks send in one answer; one tensor may be larger."""
+"""The least bytes of weights in one answer of the ranks; one tensor may be larger."""
 
 
 class RemoteTrainer(ABC):
-    """Forwards what `Trainer` and `Supervised` do to the ranks; arguments and errors are theirs.
+    """Forwards the methods of `Trainer` and `Supervised` to the ranks, which raise their errors.
 
-    No weights are in this process: `decoder` has names and shapes only, and `weights` are received
-    part by part while they are used.
+    This process has no weights: `decoder` has names and shapes only, and `weights` receives them in
+    parts while they are used.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RemoteTrainer(ABC):
         config: TrainerConfig,
     ) -> None:
         self._config = config
-        # A `step` of another's may look at every token of the batch.
+        # Another trainer's `step` may read every token of the batch.
         is_ours = getattr(trainer_class, "step", None) is Trainer.step
         self._divides_batches = is_ours and config.layout.num_data_ranks > 1
         self.decoder = loader.without_weights(policy)
@@ -68,33 +68,33 @@ class RemoteTrainer(ABC):
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saved")
 
     def step(self, batch: Sequence[Group] | Sequence[Example], version: int) -> dict[str, float]:
-        """Train on a batch once and return its metrics.
+        """Train once on a batch and return its metrics.
 
         Raises:
-            TrainError: a rank died, or what the trainer raises.
+            TrainError: a rank died, or the trainer raised it.
         """
         groups = [_slim(item) for item in batch if isinstance(item, Group)]
-        given: Sequence[Group] | Sequence[Example] = groups or batch
+        sent: Sequence[Group] | Sequence[Example] = groups or batch
         if groups and self._divides_batches:
             layout = self._config.layout
-            given, own = divide(groups, layout, self._config.minibatches)
+            sent, own = divide(groups, layout, self._config.minibatches)
             data_ranks = (Ranks(rank, layout).data_rank for rank in range(layout.num_ranks))
             self._ask_each("take_tokens", [own[data_rank] for data_rank in data_ranks])
-        metrics: dict[str, float] = self._ask("step", given, version)
+        metrics: dict[str, float] = self._ask("step", sent, version)
         metrics["memory/trainer_rss_mb"] = self._held_mb()
         return metrics
 
     def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Return loss and metrics on examples that are not trained on."""
+        """Return the loss and metrics on held-out examples."""
         metrics: dict[str, float] = self._ask("evaluate", examples)
         return metrics
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
-        """Return the log-probabilities of each row's trained tokens."""
+        """Return the log-probabilities of each row's trained tokens, [T]."""
         return [torch.tensor(score) for score in self._ask("score", rows)]
 
     def score_at(self, rows: list[TokenSequence], temperature: float) -> list[Tensor]:
-        """Return what `score` does, of another temperature than that of sampling."""
+        """Return what `score` does, at this temperature instead of the sampling temperature."""
         return [torch.tensor(score) for score in self._ask("score_at", rows, temperature)]
 
     def recompute_proximal(self) -> None:
@@ -102,21 +102,21 @@ class RemoteTrainer(ABC):
         self._ask("recompute_proximal")
 
     def trained_tokens(self) -> list[dict[str, Any]]:
-        """Return what the last step made of each row of its batch."""
+        """Return the advantages and log-probabilities of the last step's tokens, row by row."""
         rows: list[dict[str, Any]] = self._ask("trained_tokens")
         return rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and tensors; none may be asked for after the next step."""
+        """Yield Hugging Face names and tensors; exhaust it before the next step."""
         return self._received("weights")
 
     def run_in_ranks(self, task: RankTask[_T]) -> _T:
-        """Run a picklable task in every rank, beside the weights; return the first one's result."""
+        """Run a picklable task with the weights in every rank; return the first one's result."""
         result: _T = self._ask("run_in_ranks", task)
         return result
 
     def adapter(self) -> dict[str, Tensor]:
-        """Return peft's names and the adapter's tensors."""
+        """Return the adapter's tensors by peft's names."""
         return dict(self._received("adapter"))
 
     def offload(self) -> None:
@@ -124,30 +124,30 @@ class RemoteTrainer(ABC):
         self._ask("offload")
 
     def reload(self) -> None:
-        """Let every rank move them back to its GPU."""
+        """Let every rank move its weights and optimizer states back to its GPU."""
         self._ask("reload")
 
     def checkpoint_bytes(self) -> int:
-        """Return about how many bytes a checkpoint takes."""
+        """Return the approximate bytes of a checkpoint."""
         num_bytes: int = self._ask("checkpoint_bytes")
         return num_bytes
 
     def save(self, directory: Path) -> Future[None]:
-        """Write the states, all ranks together; they can take steps while this is written."""
+        """Write the states in all ranks; the next steps may run meanwhile."""
         self._ask("save", directory.absolute())
         return self._saving.submit(self._wait_for_checkpoint)
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
-        """Write weights and states, all ranks together, beside the next steps."""
+        """Write weights and states in all ranks; the next steps may run meanwhile."""
         self._ask("save_checkpoint", directory.absolute())
         return self._saving.submit(self._wait_for_checkpoint)
 
     def load(self, directory: Path) -> None:
-        """Continue where `save` was called."""
+        """Restore what `save` wrote."""
         self._ask("load", directory.absolute())
 
     def _received(self, method: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that a method of the ranks gathers, part by part."""
+        """Yield the tensors that a method gathers in the ranks, part by part."""
         begins: str | None = method
         while part := self._ask("next_tensors", begins):
             begins = None
@@ -160,23 +160,23 @@ class RemoteTrainer(ABC):
 
     @abstractmethod
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Return the first rank's answer, once all have answered."""
+        """Call a method of every rank; return the first rank's result once all have answered."""
 
     @abstractmethod
     def _ask_each(self, method: str, arguments: Sequence[Any]) -> None:
-        """Call a method of every rank with an argument of its own; return when all have."""
+        """Call a method of every rank with its own argument; return once all have answered."""
 
     @abstractmethod
     def _wait_for_checkpoint(self) -> None:
-        """Return when all ranks have written; raise what went wrong."""
+        """Wait until all ranks have written; raise the error if one failed."""
 
     @abstractmethod
     def _held_mb(self) -> float:
-        """Return the memory of all ranks, in 10^6 bytes."""
+        """Return the memory of all ranks in 10^6 bytes."""
 
 
 def _slim(group: Group) -> Group:
-    """Drop what no trainer reads: texts and task rows."""
+    """Return the group without texts and task data, which no trainer reads."""
     task = Task(id=group.task.id, data={}, split=group.task.split)
     return replace(
         group,
@@ -191,26 +191,26 @@ class TrainerRecipe:
 
     trainer_class: Callable[..., Any]
     policy: Path
-    """The checkpoint whose weights it starts from, which every rank reads."""
+    """The checkpoint with the initial weights, which every rank reads."""
     loader: ModelLoader
     config: TrainerConfig
     device: str
-    """"cpu", or an accelerator; a process that sees several takes the one of its rank."""
+    """"cpu", or an accelerator; a process that sees several takes that of its rank."""
     meeting: str
-    """URL by which the ranks find each other (see `process_group.Meeting`)."""
+    """The URL at which the ranks find each other (see `process_group.Meeting`)."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `trainer_class`."""
 
 
 class Serving:
-    """A trainer that is one of the ranks.
+    """A trainer that is one of the ranks, and answers calls.
 
-    The first rank calls `tell`, in a thread, when a checkpoint is on disk (None), or could not be
-    written.
+    The first rank calls `tell`, in a thread, with None when a checkpoint is on disk, else with the
+    error.
 
     Raises:
-        ConfigError: the policy's checkpoint is not there, on this machine.
-        TrainError: the ranks did not find, or reach, each other in time.
+        ConfigError: the policy's checkpoint is missing on this machine.
+        TrainError: the ranks did not find or reach each other in time.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Serving:
         if config.num_ranks > 1:
             if is_accelerator(device):
                 os.environ["LOCAL_RANK"] = str(use_device_of_rank(rank))  # for transformers
-            # With offloading, the gradients' norm is summed where they are.
+            # With offloading, the gradients' norm is summed on the CPU.
             backend = process_group_backend(device, offloads=config.cpu_offload)
             meeting = Meeting(
                 url=recipe.meeting,
@@ -265,7 +265,7 @@ class Serving:
             else getattr(trainer, method)(*arguments)
         )
         if method in ("score", "score_at", "trained_tokens") and not self._is_writer:
-            return None  # the first rank's answer is the one that is read
+            return None  # only the first rank's answer is read
         if method in ("score", "score_at"):
             return [logprobs_T.cpu().numpy().copy() for logprobs_T in answer]
         if method in ("save", "save_checkpoint"):
@@ -275,9 +275,9 @@ class Serving:
         return answer
 
     def _next_tensors(self, begins: str | None) -> list[tuple[str, torch.dtype, torch.Size, Any]]:
-        """Return the next whole tensors as arrays of bytes; all ranks gather, the first returns.
+        """Return the next whole tensors as byte arrays; all ranks gather, the first returns them.
 
-        `begins` is the method, "weights" or "adapter", whose tensors are begun with.
+        `begins` is a method, "weights" or "adapter", whose tensors are started; None continues.
         """
         if begins is not None:
             tensors = getattr(self._trainer, begins)()
@@ -294,12 +294,12 @@ class Serving:
 
     def _tell_of_checkpoint(self, written: Future[None]) -> None:
         error = written.exception()
-        # A full disk is the disk's matter, not the trainer's: it goes as it is.
+        # An OSError such as a full disk is passed on unchanged: the trainer is not at fault.
         self._tell(error if error is None or isinstance(error, OSError) else readable(error))
 
 
 def readable(error: BaseException) -> GymError:
-    """Return what a trainer raised as an error for the process that asked it."""
+    """Return an exception of the trainer as an error for the process that called it."""
     if isinstance(error, GymError):
         return error
     no_memory = out_of_memory(error)

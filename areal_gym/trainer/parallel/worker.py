@@ -1,12 +1,12 @@
-"""A trainer in processes of its own: one, or several ranks.
+"""A trainer in child processes, one for each rank.
 
     rollouts, engine            this process: `ProcessTrainer`        a worker for each rank
         groups ------------------> step(groups, version) --pipes-------> Trainer.step
         weights <----------------- weights() <--- part by part --------- Trainer.weights
 
-In threads of one interpreter, a step's training took two to three times as long beside rollouts as
-alone. Several workers are the ranks of FSDP2, each with a part of the weights, which it reads from
-the checkpoint; none are in this process. Workers work only inside a call. They are started as
+In threads of one interpreter, a training step beside rollouts took two to three times as long as
+alone. Several workers are ranks of FSDP2: each reads its part of the weights from the checkpoint,
+and none of the weights are in this process. Workers run only inside a call. They are started as
 programs, not forked, because threads are running already, and end when this process does.
 """
 
@@ -42,17 +42,22 @@ from areal_gym.trainer.parallel.remote_trainer import (
 from areal_gym.utils.statistics import rss_mb
 
 _END_S = 10.0
-"""How long a worker may take to end by itself."""
+"""Seconds in which a worker must end by itself."""
 
 
 class ProcessTrainer(RemoteTrainer):
-    """A trainer in `config.num_ranks` child processes; worker i takes accelerator i, if any.
+    """A trainer in `config.num_ranks` child processes; worker i uses accelerator i, if any.
 
-    Each worker calls `trainer_class`, importable by name, with further `arguments`. It starts from
-    the checkpoint `policy`, which `loader` reads.
+    Args:
+        trainer_class: called in each worker; it must be importable by name.
+        policy: the checkpoint with the initial weights.
+        config: the trainer's settings.
+        loader: reads the checkpoint.
+        device: "cpu" or an accelerator.
+        arguments: further arguments of `trainer_class`.
 
     Raises:
-        GymError: what `trainer_class` raised.
+        GymError: `trainer_class` raised it.
         LostRankError: a worker did not start.
     """
 
@@ -68,7 +73,7 @@ class ProcessTrainer(RemoteTrainer):
     ) -> None:
         super().__init__(policy, loader, trainer_class, config)
         self._workers: list[_Worker] = []
-        # Where the ranks find each other, as long as they live.
+        # The directory where the ranks find each other, as long as they live.
         self._home = tempfile.TemporaryDirectory()
         recipe = TrainerRecipe(
             trainer_class=trainer_class,
@@ -105,7 +110,7 @@ class ProcessTrainer(RemoteTrainer):
         return self._send([message] * len(self._workers))
 
     def _ask_each(self, method: str, arguments: Sequence[Any]) -> None:
-        self._send(Message.of((method, (each,))) for each in arguments)
+        self._send(Message.of((method, (argument,))) for argument in arguments)
 
     def _send(self, messages: Iterable[Message]) -> Any:
         try:
@@ -120,7 +125,7 @@ class ProcessTrainer(RemoteTrainer):
         waiting = {worker.pipe: rank for rank, worker in enumerate(self._workers)}
         error: BaseException | None = None
         while waiting:
-            # What one rank raises, all raise, as a rule; if not, the others wait for it in vain.
+            # Usually all ranks raise the same error; if not, the others would wait in vain.
             ready = wait(list(waiting), timeout=None if error is None else _END_S)
             if not ready:
                 self._kill()
@@ -138,20 +143,20 @@ class ProcessTrainer(RemoteTrainer):
     def _wait_for_checkpoint(self) -> None:
         first = self._workers[0].saved
         try:
-            # The first one tells. All that can be read from the others is that they have died.
+            # Only the first worker reports; from the others, only the pipe's end can be read.
             if wait([worker.saved for worker in self._workers]) != [first]:
                 raise EOFError
             error: BaseException | None = pickle.loads(first.recv_bytes())
         except (EOFError, OSError) as lost:
             raise self._death() from lost
         if isinstance(error, TrainError) and self._find_dead() is not None:
-            raise self._death() from error  # it tells that it has lost another one
+            raise self._death() from error  # the first rank reports that it has lost another
         if error is not None:
             raise error
 
     def _death(self) -> LostRankError:
         dead = self._find_dead()
-        self._kill()  # the others wait for the dead one
+        self._kill()  # the others would wait for the dead one
         who = "the trainer's process has died"
         if dead is not None and len(self._workers) > 1:
             where = f"{self._workers[dead].process.pid} on {socket.gethostname()}"
@@ -162,8 +167,8 @@ class ProcessTrainer(RemoteTrainer):
         )
 
     def _find_dead(self) -> int | None:
-        """Return the rank whose death is the likeliest cause of the others'."""
-        # A process is gone a moment after its pipe has closed.
+        """Return the rank whose death most likely caused that of the others."""
+        # A process ends a moment after its pipe has closed.
         deadline_s = time.monotonic() + 2.0
         while True:
             codes = {rank: worker.process.poll() for rank, worker in enumerate(self._workers)}
@@ -180,8 +185,8 @@ class ProcessTrainer(RemoteTrainer):
 
 
 class _Worker:
-    """A process and two pipes to it: for calls, and for news of checkpoints, which are written
-    while it works on another call.
+    """A worker process with two pipes: for calls, and for news of checkpoints, which are written
+    during other calls.
     """
 
     def __init__(self, rank: int) -> None:
@@ -195,7 +200,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 pass_fds=pipes,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                # Ctrl-C is for this process, which lets the workers finish their step.
+                # Ctrl-C is for this process only, which lets the workers finish their step.
                 start_new_session=True,
             )
             self.pipe = Connection(ours.detach())
@@ -235,13 +240,13 @@ def main() -> None:
                 is_error, answer = True, readable(error)
             Message.of((is_error, answer)).send(pipe)
     if torch.distributed.is_initialized():
-        os._exit(0)  # the others may have died: no farewell that could wait for them
+        os._exit(0)  # other ranks may have died, and a regular end would wait for them
 
 
 def _rank_as_cause(code: int) -> int:
-    """Return how likely a process that ended with `code` was the first of several: 0 is likeliest.
+    """Return a rank among causes, 0 for the likeliest, of a process that ended with `code`.
 
-    A rank that loses another one raises an error, exits or is aborted by torch's watchdogs.
+    A rank that loses another one raises an error, exits, or is aborted by torch's watchdogs.
     """
     if code >= 0:
         return 1

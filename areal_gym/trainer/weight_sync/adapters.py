@@ -26,18 +26,18 @@ class LoraWeightSync:
     """Publishes each version as an adapter, `policy-v7`, which requests name.
 
     Servers must have been started for adapters (SGLang: `--enable-lora --max-lora-rank R
-    --lora-target-modules ...`). Loading an adapter does not change a server's version, so it is
-    set separately. Requests in flight are sent again, because a request keeps its adapter: those of
-    other processes (rollout workers) when the adapter before is unloaded.
+    --lora-target-modules ...`). Loading an adapter does not change a server's version, which is set
+    separately. A request keeps its adapter, so requests in flight are sent again; those of other
+    processes (rollout workers) are sent again when the previous adapter is unloaded.
 
     Args:
         engine: an engine with servers.
-        directory: adapters are written here, in peft's layout; servers read the same path.
+        directory: where adapters are written in peft's layout; servers read the same path.
         alpha: the update of a matrix is alpha / r * B A.
     """
 
     takes_adapter = True
-    """It publishes the result of `Trainer.adapter`."""
+    """Whether the adapter (`Trainer.adapter`) is published instead of all weights."""
 
     def __init__(self, engine: Engine, *, directory: Path, alpha: float = 16.0) -> None:
         self._engine = require_remote(engine, "lora")
@@ -46,7 +46,7 @@ class LoraWeightSync:
         self._published: list[str] = []
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Load the adapter everywhere, switch to it, unload the ones before.
+        """Load the adapter on all servers, switch to it, and unload the previous ones.
 
         Args:
             weights: peft's names (`base_model.model.NAME.lora_A.weight`, `lora_B`) and tensors.
@@ -54,18 +54,18 @@ class LoraWeightSync:
 
         Raises:
             ConfigError: the weights are not an adapter.
-            EngineError: no server took it.
+            EngineError: no server took the adapter.
         """
         name = adapter_name(version)
         path = await asyncio.to_thread(self._write, weights, name)
         async with self._engine.updating(version, must_abort=True) as servers:
-            # All have it before one reports it: other processes then name it to any of them.
+            # All load it before any reports the version: then other processes name it to any.
             alive = await on_all(servers, lambda server: server.load_adapter(path, version))
             alive = await on_all(alive, lambda server: server.set_version(str(version)))
             self._engine.adapter = name
             old = [published for published in self._published if published != name]
             self._published = [name]
-            # Before they are unloaded: SGLang would load them again for a late request.
+            # Deleted before they are unloaded, else SGLang would load them for a late request.
             await asyncio.to_thread(self._delete, old)
             await asyncio.gather(
                 *(_retire(server, old) for server in alive),
@@ -92,7 +92,7 @@ class LoraWeightSync:
 
 
 async def _retire(server: WeightServer, names: Sequence[str]) -> None:
-    """Unload adapters; requests that were sampled by older ones come back, to be sent again."""
+    """Unload adapters, and abort the requests that still use them, which are then sent again."""
 
     async def unload() -> None:
         for name in names:
@@ -101,8 +101,8 @@ async def _retire(server: WeightServer, names: Sequence[str]) -> None:
     unloading = asyncio.create_task(unload())
     try:
         while True:
-            # No request gets the old ones any more once this has begun, but those that have them
-            # are waited for.
+            # Once unloading has begun, no new request gets an old adapter, but the server waits for
+            # those that have one.
             await server.abort_all()
             await asyncio.wait({unloading}, timeout=_ABORT_EVERY_S)
             if unloading.done():
@@ -115,7 +115,7 @@ def adapter_config(weights: dict[str, Tensor], *, alpha: float) -> dict[str, obj
     """Return the content of `adapter_config.json` for these weights.
 
     Raises:
-        ConfigError: they are not an adapter, or its matrices have several ranks.
+        ConfigError: the weights are not an adapter, or its matrices have different ranks.
     """
     downs = {m[1]: t for n, t in weights.items() if (m := _NAME.fullmatch(n))}
     ranks = {tensor.shape[0] for tensor in downs.values()}

@@ -22,7 +22,7 @@ from areal_gym.trainer.weight_sync.rank_tasks import TrainerWeights
 
 
 def weights_for(weight_sync: WeightSync, trainer: GroupTrainer) -> Weights:
-    """Return what this weight sync publishes: the trainer's weights, or its adapter."""
+    """Return the weights that this weight sync publishes: the trainer's, or its adapter."""
     return _adapter_of(trainer) if takes_adapter(weight_sync) else TrainerWeights(trainer)
 
 
@@ -32,20 +32,24 @@ def takes_adapter(weight_sync: WeightSync) -> bool:
 
 
 def _adapter_of(trainer: GroupTrainer) -> Weights:
-    # Gathered from the ranks when the first one is asked for, in the weight sync's thread.
+    # Gathered from the ranks when the first tensor is requested, in the weight sync's thread.
     yield from trainer.adapter().items()
 
 
 def make_weight_sync(
     engine: Engine, settings: PluginConfig, *, directory: Path, lora: LoraConfig | None = None
 ) -> WeightSync:
-    """Make the weight sync of the settings, `trainer.weight_sync`; "auto" chooses for the engine.
+    """Make the weight sync of the setting `trainer.weight_sync`; "auto" chooses by the engine.
 
-    It may write into `directory`; `lora` are the settings of the trained adapter.
+    Args:
+        engine: the engine that gets the weights.
+        settings: the weight sync's id and arguments.
+        directory: the weight sync may write into it.
+        lora: the settings of the trained adapter, if there is one.
 
     Raises:
-        UnknownIdError: its id is not registered.
-        ConfigError: it does not fit the engine, or its arguments do not fit it.
+        UnknownIdError: the id is not registered.
+        ConfigError: the weight sync does not fit the engine, or the arguments do not fit it.
     """
     id, kwargs = settings.id, dict(settings.kwargs)
     if id == "auto":
@@ -85,10 +89,10 @@ def require_remote(engine: Engine, id: str) -> RemoteEngine:
 async def on_all(
     servers: Sequence[WeightServer], act: Callable[[WeightServer], Awaitable[object]]
 ) -> list[WeightServer]:
-    """Run `act` for all servers at once, and return those where it succeeded.
+    """Run `act` for all servers at once, and return those for which it succeeded.
 
     Raises:
-        EngineError: it failed everywhere; this is the first server's error.
+        EngineError: it failed for all; this is the first server's error.
     """
     results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
@@ -104,8 +108,8 @@ async def update_session(
 ) -> AsyncIterator[list[WeightServer]]:
     """Begin and end an update to `version` on every server.
 
-    Yields the servers where it began. Failed servers are removed from the list; the engine notices
-    that they do not report the new version.
+    Yields the servers on which it began. Servers that fail are left out; the engine notices that
+    they do not report the new version.
 
     Raises:
         EngineError: no server is left.
@@ -124,7 +128,7 @@ async def update_session(
 
 
 def sent_type(name: str | None) -> torch.dtype | None:
-    """Return the type that weights are sent in; None is their own.
+    """Return the type that weights are sent in; None keeps their own.
 
     Raises:
         ConfigError: torch has no floating-point type of that name.

@@ -1,4 +1,4 @@
-"""The requests around a broadcast, for each kind of server."""
+"""The HTTP requests around a broadcast, for each kind of server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _QUICK_S = 30.0
 
 
 class BroadcastWire(Protocol):
-    """The routes and bodies of a kind of server."""
+    """The routes and request bodies of a kind of server."""
 
     @property
     def join_route(self) -> str:
@@ -20,7 +20,7 @@ class BroadcastWire(Protocol):
 
     @property
     def update_route(self) -> str:
-        """The route that lets workers take part in a broadcast, and load what comes."""
+        """The route that lets workers take part in a broadcast and load its tensors."""
 
     @property
     def leave_route(self) -> str:
@@ -30,7 +30,7 @@ class BroadcastWire(Protocol):
         """Return how many processes of a server take part.
 
         Raises:
-            EngineError: a broadcast does not reach them.
+            EngineError: a broadcast does not reach all of them.
         """
 
     def invitation(
@@ -50,7 +50,7 @@ class SGLangWire:
     leave_route = "/destroy_weights_update_group"
 
     def num_workers(self, url: str) -> int:
-        """Return the number of tensor-parallel workers; SGLang gives others no weights.
+        """Return the number of tensor-parallel workers, the only ones that SGLang gives weights.
 
         Raises:
             EngineError: the server's layers are spread over processes.
@@ -73,7 +73,7 @@ class SGLangWire:
 
     def announcement(self, bucket: FlatBucket, name: str, version: int) -> dict[str, Any]:
         """Return the body that announces the next broadcast; the last one has the version."""
-        body = bucket.facts() | {"group_name": name, "flush_cache": bucket.is_last}
+        body = bucket.description() | {"group_name": name, "flush_cache": bucket.is_last}
         return body | ({"weight_version": str(version)} if bucket.is_last else {})
 
 
@@ -98,19 +98,19 @@ class VLLMWire:
 
     def announcement(self, bucket: FlatBucket, name: str, version: int) -> dict[str, Any]:
         """Return the body that announces the next broadcast."""
-        facts = bucket.facts()
+        description = bucket.description()
         fields = {"names": "names", "dtype_names": "dtypes", "shapes": "shapes"}
-        return {"update_info": {theirs: facts[ours] for theirs, ours in fields.items()}}
+        return {"update_info": {theirs: description[ours] for theirs, ours in fields.items()}}
 
 
 _WIRES: dict[str, BroadcastWire] = {"sglang": SGLangWire(), "vllm": VLLMWire()}
 
 
 def wire_of(protocol: str) -> BroadcastWire:
-    """Return the requests for servers of a protocol.
+    """Return the requests for servers with this protocol.
 
     Raises:
-        ConfigError: no broadcast reaches such servers.
+        ConfigError: broadcasts are not supported for such servers.
     """
     if protocol not in _WIRES:
         raise ConfigError(

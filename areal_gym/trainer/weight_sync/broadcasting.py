@@ -1,9 +1,9 @@
-"""The ranks' side of a broadcast: rank 0 is the first of a group with the servers' workers.
+"""The ranks' side of a broadcast, in a process group of rank 0 and the servers' workers.
 
     rank 0 of the trainer  --flat bucket--> workers of server 1, workers of server 2, ...
     the other ranks gather with it; the process that drives the run opens and closes the update
 
-The requests are those of the servers' kind (`broadcast_wires`).
+`broadcast_wires` has the requests for each kind of server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _QUICK_S = 30.0
 
 
 class OldGroupError(EngineError):
-    """A broadcast failed in a group of an earlier publication; a new group may do."""
+    """A broadcast failed in the group of an earlier publication; a new group may work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class BroadcastOptions:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """The rank task that brings the weights to the servers.
+    """The rank task that broadcasts the weights to the servers.
 
     Raises:
         EngineError: a server did not join or receive; the group is left then.
@@ -64,16 +64,16 @@ class Broadcast:
 
     urls: tuple[str, ...]
     protocol: str
-    """Of the servers, which are of one kind."""
+    """The servers' protocol; all servers have the same."""
     version: int
     options: BroadcastOptions
 
     def __call__(self, side: RankSide) -> None:
-        """Gather in every rank, and send from the first."""
+        """Gather the weights in every rank, and send them from the first."""
         options = self.options
         if side.ranks.rank:
             for _ in side.weights(options.dtype):
-                pass  # gathered with the others
+                pass  # gathering is collective
             return side.agree(None)
         sending = OneAhead()
         was_kept = _KEPT in side.kept
@@ -98,7 +98,7 @@ class Broadcast:
 
 
 def leave_group(side: RankSide) -> None:
-    """Leave the group of earlier publications, also on the servers: a rank task."""
+    """Leave the group of earlier publications, which also ends it on the servers: a rank task."""
     group: _Group | None = side.kept.pop(_KEPT, None)
     if group is not None:
         group.leave()
@@ -119,10 +119,10 @@ class _Group:
     def form(
         urls: tuple[str, ...], wire: BroadcastWire, options: BroadcastOptions, device: torch.device
     ) -> _Group:
-        """Make the group, together with the servers.
+        """Make the group together with the servers.
 
         Raises:
-            EngineError: says which ranks are missing, the address, and how long they had.
+            EngineError: the group did not form; the message names missing ranks and the address.
         """
         backend = options.backend or dist.get_default_backend_for_device(device)
         host = options.host or _own_address(urls)
@@ -156,8 +156,8 @@ class _Group:
             members[f"{ranks} ({url})"] = partial(invite, url, offset)
         where = f"{backend} group of {world_size} ranks at {host}:{port}"
         group = _together(members, where, timeout_s)[0]
-        on = torch.device("cpu") if backend == "gloo" else device
-        return _Group(urls, wire, name, group, on, timeout_s)
+        group_device = torch.device("cpu") if backend == "gloo" else device
+        return _Group(urls, wire, name, group, group_device, timeout_s)
 
     def send(self, bucket: FlatBucket, version: int) -> None:
         """Broadcast one bucket; return when every server has loaded it."""
@@ -178,30 +178,30 @@ class _Group:
             done, _ = wait(parts, return_when=FIRST_EXCEPTION)
             failed = [part for part in done if part.exception() is not None]
             if failed and self.device.type != "cpu":
-                # gloo ends by its own timeout, or when a connection breaks.
+                # gloo needs no abort: it ends by its own timeout, or when a connection breaks.
                 self.group._get_backend(self.device).abort()
         for part in parts:
             part.result()
 
     def leave(self) -> None:
-        """Leave the group, also on the servers."""
+        """Leave the group, which also ends it on the servers."""
         group, self.group = self.group, None
         dist.destroy_process_group(group)
         content, route = Body.of_json({"group_name": self.name}), self.wire.leave_route
-        # A server that has died has left, too.
+        # A server that has died has left already, so failures are ignored.
         on_each(self.urls, lambda url: request("POST", url, route, content, timeout_s=_QUICK_S))
 
 
 def _own_address(urls: tuple[str, ...]) -> str:
-    """Return the address by which servers reach this machine; other machines need another one."""
+    """Return this machine's address for the servers; prefer one that other machines can reach."""
     hosts = [own_address(url) for url in urls]
     return next((host for host in hosts if not is_loopback(host)), hosts[0])
 
 
 def _together(members: dict[str, Callable[[], Any]], where: str, timeout_s: float) -> list[Any]:
-    """Return what all members' joining returns; give up when the first one fails.
+    """Let all members join at once, and return their results; give up when the first one fails.
 
-    The others are left to their own timeouts, in threads that nothing waits for.
+    The others end by their own timeouts, in threads that are not waited for.
     """
     results: dict[str, Any] = {}
     ended: SimpleQueue[tuple[str, Any]] = SimpleQueue()

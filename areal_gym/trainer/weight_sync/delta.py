@@ -1,8 +1,8 @@
-"""Sends only what has changed, to a relay beside each server.
+"""Sends only changed weights, to a relay beside each server.
 
     rank r of the trainer --changes of its tensors--> relays --files--> servers (`weight_relay`)
 
-After an update, few bfloat16 weights have other bytes. Each rank keeps its share of the bytes that
+An update changes the bytes of few bfloat16 weights. Each rank keeps its share of the bytes that
 were sent last, and compares.
 """
 
@@ -44,33 +44,32 @@ _TYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentWeights:
-    """Counts what one publication has sent to each relay."""
+    """Counts what one publication sent to the relays."""
 
     num_weights: int
     num_changed: int
-    """Elements whose bytes differ from those sent last; all without a base."""
+    """Elements whose bytes differ from those sent last; all elements without a base."""
     num_bytes: dict[str, int]
-    """By relay: the bodies of all ranks."""
+    """The total size of all ranks' request bodies, by relay."""
 
 
 class DeltaWeightSync:
-    """Sends the changed bytes to relays, which keep files that servers of their machine load.
+    """Sends the changed bytes to relays, which keep files that the servers beside them load.
 
-    Servers that the run has started on this machine get a relay with the first publication, which
-    ends with the run. On each other machine that has servers, start one:
+    Servers that the run started on this machine get a relay at the first publication; it ends with
+    the run. On each other machine with servers, start one by hand:
     `python -m areal_gym.engines.weight_relay`.
 
-    Relays are given the changes while generation goes on; it is interrupted for the loading only.
-    The trainer's ranks keep the bytes that were sent last: two bytes for each weight in bfloat16,
-    divided among the ranks, in host memory. A relay that misses a version, restarts or has other
-    weights gets all of them.
+    Relays receive the changes while generation continues; only loading interrupts it. The trainer's
+    ranks keep the bytes that were sent last in host memory: two bytes per bfloat16 weight, divided
+    among the ranks. A relay that misses a version, restarts or has other weights gets all weights.
 
     Args:
         engine: an engine with servers.
-        directory: has the files of a started relay for which `/dev/shm` has no room.
-        relay_port: the port of the relay on each server's machine; with it no relay is started.
-        dtype: the type that is sent; float32 changes nearly everywhere with each update.
-        full_every: all weights are sent with each publication of this number, changes between.
+        directory: holds the files of a started relay if `/dev/shm` lacks the room.
+        relay_port: the port of the relays on the servers' machines; if set, no relay is started.
+        dtype: the type that is sent; in float32, each update changes nearly all weights.
+        full_every: every this many publications, all weights are sent instead of changes.
     """
 
     def __init__(
@@ -99,13 +98,13 @@ class DeltaWeightSync:
         self._full_every = full_every
         self._kept: dict[str, Any] = {}
         self._base: str | None = None
-        """The id of the weights that the ranks keep."""
+        """The id of the weights whose bytes the ranks keep."""
         self._num_since_full = 0
         self.last: SentWeights | None = None
-        """What the last publication sent."""
+        """What the latest publication sent."""
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Bring the relays' files up to date, interrupt generation, load them, resume.
+        """Bring the relays' files up to date, interrupt generation, load the files, resume.
 
         Raises:
             EngineError: no relay or no server took the weights.
@@ -117,20 +116,20 @@ class DeltaWeightSync:
             relay = relays[server.url]
             if relay in failures:
                 raise failures[relay]
-            # A server that comes back must not read files that change.
+            # Not kept, because a server that comes back must not read files that change.
             await server.load_from_disk(Path(directories[relay]), version, is_kept=False)
 
         async with self._engine.updating(version) as servers:
             await on_all(servers, load)
 
     async def aclose(self) -> None:
-        """End the relay that was started; others keep their files for the servers."""
+        """End the relay that was started; other relays keep their files for the servers."""
         await asyncio.to_thread(self._relays.close)
 
     def _send(
         self, relays: set[str], weights: Weights
     ) -> tuple[dict[str, str], dict[str, EngineError]]:
-        """Return the directories of the relays that have the weights, and the others' errors."""
+        """Return the directories of relays that have the weights, and the errors of the others."""
         is_full = self._base is None or self._num_since_full + 1 >= self._full_every
         old, new = (None if is_full else self._base), uuid.uuid4().hex
         begun, failures = on_each(relays, partial(_begin, old=old, new=new))
@@ -164,7 +163,7 @@ class DeltaWeightSync:
 
 
 def _begin(relay: str, *, old: str | None, new: str) -> bool:
-    """Begin a publication; return whether the relay takes changes."""
+    """Begin a publication; return whether the relay accepts changes."""
     state = request("GET", relay, "/weights", timeout_s=_QUICK_S)
     takes_changes = old is not None and state.get("id") == old
     body = Body.of_json({"id": new, "base": old if takes_changes else None})
@@ -183,7 +182,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Share:
-    """The tensors of one rank that were sent under an id."""
+    """One rank's tensors, as they were sent under an id."""
 
     id: str
     tensors: dict[str, _Sent] = field(default_factory=dict)
@@ -191,7 +190,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _SendShare:
-    """The rank task: compare this rank's share of the tensors, and send it to the relays.
+    """The rank task that compares this rank's share of the tensors, and sends it to the relays.
 
     Returns what was sent, the number of parts, and the relays that failed.
     """
@@ -199,11 +198,11 @@ class _SendShare:
     id: str
     base: str | None
     takes_changes: dict[str, bool]
-    """By relay; the others get all weights."""
+    """Whether each relay accepts changes; the others get all weights."""
     dtype: torch.dtype | None
 
     def __call__(self, side: RankSide) -> tuple[SentWeights, int, dict[str, str]]:
-        """Gather in every rank; each tensor belongs to the rank that has the fewest bytes yet."""
+        """Gather in every rank; each tensor belongs to the rank with the fewest bytes so far."""
         share: _Share | None = side.kept.get(_KEPT)
         if share is None or share.id != self.base:
             share = _Share("")
@@ -223,7 +222,7 @@ class _SendShare:
             except Exception as failed:
                 error = failed
         if error is None and self.base is not None and (share.id != self.base or changes.is_other):
-            error = EngineError("the trainer has other tensors than it has sent before")
+            error = EngineError("the trainer's tensors are not those that it sent before")
         side.kept.pop(_KEPT, None)
         side.agree(error)
         share.id = self.id
@@ -239,7 +238,7 @@ class _SendShare:
     def _post(
         self, number: int, share: _Share, changes: _Changes
     ) -> tuple[dict[str, int], dict[str, EngineError]]:
-        """Send this rank's part to all relays; return the sizes of what arrived, and failures."""
+        """Send this rank's part to all relays; return the sizes of received parts, and failures."""
         whole = None if all(self.takes_changes.values()) else _whole(share)
 
         def send(relay: str) -> int:
@@ -254,21 +253,21 @@ class _SendShare:
 
 @dataclass(slots=True)
 class _Changes:
-    """What a rank's tensors differ in from those sent last."""
+    """The differences between a rank's tensors and those sent last."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     encoded: list[bytes] = field(default_factory=list)
     num_changed: int = 0
     is_other: bool = False
-    """A tensor is new, or has another shape or type."""
+    """Whether a tensor is new, or has another shape or type."""
 
     def body(self) -> Body:
-        """Return the body of a request: a header, and the changes."""
+        """Return the body of a request: a header and the changes."""
         return _body({"tensors": self.rows}, self.encoded)
 
 
 def _compare(share: _Share, name: str, tensor: Tensor, changes: _Changes) -> None:
-    """Keep a tensor's bytes, and note what has changed in them."""
+    """Keep a tensor's bytes, and record what has changed in them."""
     if tensor.dtype not in _TYPES:
         raise EngineError(
             f"{name} is of type {tensor.dtype}, which safetensors has no name for",
@@ -293,11 +292,11 @@ def _compare(share: _Share, name: str, tensor: Tensor, changes: _Changes) -> Non
 
 
 def _whole(share: _Share) -> Body:
-    """Return a rank's tensors as a file of safetensors, with their checksums in its metadata."""
+    """Return a rank's tensors as a safetensors file, with checksums in its metadata."""
     header: dict[str, Any] = {}
     pieces = []
     start = 0
-    # Large elements first: each then begins at a multiple of its size.
+    # Large elements first, so that each begins at a multiple of its size.
     for name, sent in sorted(share.tensors.items(), key=lambda item: -item[1].bits.itemsize):
         end = start + sent.bits.nbytes
         header[name] = {"dtype": sent.dtype, "shape": sent.shape, "data_offsets": [start, end]}

@@ -24,17 +24,17 @@ from areal_gym.utils.files import readable_disk_errors, write_atomic
 
 
 class DiskWeightSync:
-    """Writes one directory per version atomically; servers load it, older versions are deleted.
+    """Writes one directory per version atomically; servers load it, and older ones are deleted.
 
     The files are written before generation is interrupted. The newest version is kept, so that a
-    restarted server can load the weights of the others. Servers and ranks see the same path
-    `directory`. The trainer's ranks write at the same time, each its share of the files.
+    restarted server can load the others' weights. Servers and ranks see `directory` at the same
+    path. The trainer's ranks write at the same time, each its share of the files.
 
     Args:
         engine: an engine with servers.
         directory: where the files are written.
-        dtype: the type of the files ("bfloat16" halves them); that of the weights by default.
-        file_mb: the size of a file, in 10^6 bytes. A rank holds two in memory.
+        dtype: the type of the files ("bfloat16" halves them); by default that of the weights.
+        file_mb: the size of a file in 10^6 bytes; a rank holds two files in memory.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DiskWeightSync:
         self._kept: dict[str, Any] = {}
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Write the files, interrupt generation, load them everywhere, resume.
+        """Write the files, interrupt generation, load them on all servers, resume.
 
         Raises:
             TrainError: the disk is full or not writable.
@@ -77,10 +77,10 @@ class DiskWeightSync:
 
 @dataclass(frozen=True, slots=True)
 class WriteFiles:
-    """The rank task that writes safetensors and their index: whole, or `path` does not appear.
+    """The rank task that writes safetensors files and their index; `path` appears only complete.
 
     Raises:
-        TrainError: the disk is full or not writable, for any rank.
+        TrainError: a rank's disk is full or not writable.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class WriteFiles:
     max_bytes: int
 
     def __call__(self, side: RankSide) -> None:
-        """Gather in every rank; the files take turns among the ranks."""
+        """Gather the weights in every rank; the ranks take turns in writing files."""
         draft, is_first = self.path.with_name(f".{self.path.name}.tmp"), side.ranks.rank == 0
         if is_first:
             side.agree(self._try(self._begin, draft))
@@ -141,8 +141,8 @@ class WriteFiles:
         return None
 
     def _readable(self, error: Exception | None) -> Exception | None:
-        """Return an error that names the directory and what to do."""
-        if isinstance(error, SafetensorError):  # it hides the number of the system's error
+        """Return the error as one that names the directory and what to do."""
+        if isinstance(error, SafetensorError):  # it does not tell errno
             return TrainError(
                 f"cannot write the weights to {self.path}: {error}",
                 hints=["is the disk full? choose another one with --out"],

@@ -31,18 +31,18 @@ _QUICK_S = 30.0
 class DistributedWeightSync:
     """Broadcasts weights from rank 0 of the trainer to all workers of all servers.
 
-    The group is made at the first publication, and again when a server comes, goes or restarts.
-    Rank 0 holds two buckets: one is on its way while the next is gathered.
+    The process group is made at the first publication, and again when servers join, leave or
+    restart. Rank 0 holds two buckets: one is sent while the next is gathered.
 
     Args:
         engine: an engine with servers.
         directory: unused.
-        backend: by default torch's for the device of the weights: "nccl" on CUDA, "gloo" on CPUs.
-        host: the address of rank 0 that the servers reach; by default that of the network
-            interface on the way to them.
+        backend: by default torch's for the weights' device: "nccl" on CUDA, "gloo" on CPUs.
+        host: the address of rank 0 for the servers; by default that of the network interface
+            towards them.
         bucket_mb: the size of the parts that a server receives and loads, in 10^6 bytes.
-        dtype: the type that is sent ("bfloat16" halves it); that of the weights by default.
-        timeout_s: a server that does not take part by then has failed.
+        dtype: the type that is sent ("bfloat16" halves it); by default that of the weights.
+        timeout_s: a server that has not taken part by then has failed.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class DistributedWeightSync:
     async def publish(self, weights: Weights, version: int) -> None:
         """Interrupt generation, broadcast in the announced order, resume.
 
-        When a server is lost meanwhile, a new group is made with those that still answer, and all
-        is sent again: it is unknown what of it has arrived.
+        If a server is lost meanwhile, those that still answer form a new group, and everything is
+        sent again, because it is unknown what has arrived.
 
         Raises:
             EngineError: no server took the weights.
@@ -86,7 +86,7 @@ class DistributedWeightSync:
                     answering = await _answering(left)
                     if len(answering) == len(left) and not isinstance(error, OldGroupError):
                         raise
-                    # An iterator that is used up has nothing for a second time.
+                    # An iterator cannot be read a second time.
                     if not answering or iter(weights) is weights:
                         raise
                     left = answering
@@ -100,16 +100,16 @@ class DistributedWeightSync:
             await asyncio.to_thread(run_task, weights, task, self._kept)
 
     async def aclose(self) -> None:
-        """Leave the group, also on the servers."""
+        """Leave the group, which also ends it on the servers."""
         weights, self._weights = self._weights, None
         if weights is not None:
-            # Ranks that have died have left, too.
+            # Ranks that have died have left already.
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(run_task, weights, leave_group, self._kept)
 
 
 async def _answering(servers: Sequence[WeightServer]) -> list[WeightServer]:
-    """Return the servers that still answer; what they have loaded must not be sampled with."""
+    """Return the servers that still answer, marked so that their partial weights are not used."""
 
     async def mark(server: WeightServer) -> None:
         try:

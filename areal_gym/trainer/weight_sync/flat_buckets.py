@@ -1,4 +1,4 @@
-"""Flat buckets: many tensors in one buffer of bytes, as SGLang's `flattened_bucket` has them."""
+"""Flat buckets: many tensors in one buffer of bytes, as in SGLang's `flattened_bucket`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class FlatBucket:
-    """Tensors one after the other in `flat`, which has bytes."""
+    """Tensors one after another in `flat`, a tensor of bytes."""
 
     names: list[str] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
@@ -25,8 +25,8 @@ class FlatBucket:
     flat: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     is_last: bool = False
 
-    def facts(self) -> dict[str, object]:
-        """Return names, types and shapes as servers read them."""
+    def description(self) -> dict[str, object]:
+        """Return names, types and shapes in the servers' format."""
         return {
             "names": self.names,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in self.dtypes],
@@ -35,7 +35,7 @@ class FlatBucket:
         }
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Note a tensor; its bytes are put into `flat` by the caller."""
+        """Record a tensor; the caller writes its bytes into `flat`."""
         self.names.append(name)
         self.dtypes.append(tensor.dtype)
         self.shapes.append(tensor.shape)
@@ -46,11 +46,11 @@ def flat_buckets(
 ) -> Iterator[FlatBucket]:
     """Yield the weights in order, in buckets of at most `max_bytes`; a larger tensor has its own.
 
-    Two buffers take turns: one bucket may be on its way while the next is filled, and must have
-    been sent before the next but one is asked for. A tensor begins at a multiple of its type's
-    size, as receivers demand, or else in the next bucket.
+    Two buffers alternate: one bucket may be sent while the next is filled, but must have been sent
+    before the one after that is requested. A tensor begins at a multiple of its type's size, as
+    receivers require; if it cannot, the next bucket begins.
 
-    Buckets lie on the device of the weights, or else in what `allocate` returns.
+    Buckets are on the device of the weights, or in buffers that `allocate` returns.
 
     Raises:
         TrainError: there are no weights.

@@ -10,7 +10,7 @@ from areal_gym.trainer.base import Weights
 
 
 class InProcessWeightSync:
-    """Hands the tensors to an engine in this process, which copies them: no disk, no network.
+    """Passes the tensors to an engine in this process, which copies them: no disk, no network.
 
     Raises:
         ConfigError: the engine has servers.
@@ -29,4 +29,4 @@ class InProcessWeightSync:
         await self._engine.publish(weights, version)
 
     async def aclose(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: this weight sync holds no resources."""

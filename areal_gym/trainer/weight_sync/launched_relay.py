@@ -15,17 +15,17 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class LaunchedRelay:
-    """A relay for the servers of this machine, with a directory of its own.
+    """A relay for the servers of this machine, with its own directory.
 
-    It ends when this process ends, however that happens, because its standard input closes then;
-    and takes its files along.
+    The relay ends, and deletes its files, when this process ends in any way, because its standard
+    input is then closed.
 
     Args:
-        directory: on a disk, where the files are put if the memory lacks room for them.
-        num_bytes: how much room they need; None if unknown.
+        directory: a directory on disk for the files, if memory lacks the room.
+        num_bytes: the size of the files; None if unknown.
 
     Raises:
-        EngineError: it did not start.
+        EngineError: the relay did not start.
     """
 
     def __init__(self, directory: Path, num_bytes: int | None) -> None:
@@ -39,7 +39,7 @@ class LaunchedRelay:
             [sys.executable, "-m", "areal_gym.engines.weight_relay", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the run's
+            start_new_session=True,  # so that Ctrl-C does not reach it
             bufsize=0,
         )
         assert self._process.stdout is not None
@@ -54,7 +54,7 @@ class LaunchedRelay:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process lives."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class LaunchedRelay:
                 self._process.stdin.write(b"end")
         self._process.wait()
         self._process.stdout.close()
-        shutil.rmtree(self.directory, ignore_errors=True)  # also when it was killed
+        shutil.rmtree(self.directory, ignore_errors=True)  # in case it was killed
 
 
 def _room(directory: Path) -> int:

@@ -1,4 +1,4 @@
-"""Finds the process of a server on this machine, to know whether it can map this one's memory."""
+"""Finds a server's process on this machine, to tell whether it can map this process's memory."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _LISTENING = "0A"
 
 @dataclass(frozen=True, slots=True)
 class LocalServer:
-    """A server's process, which runs torch as this user, with this process' view of files."""
+    """A server's process that runs torch as this user and sees the same files."""
 
     pid: int
     environment: Mapping[str, str]
 
     def is_below(self, pid: int) -> bool:
-        """Return whether a process, or one that it has started, has started the server."""
+        """Return whether the server is a descendant of the process `pid`."""
         return pid in _ancestors(self.pid)
 
 
 def find_local_server(url: str) -> LocalServer | None:
-    """Return the process that listens at `url`; None unless it certainly shares memory.
+    """Return the process that listens at `url`; None unless it certainly shares memory with us.
 
-    A tunnel or a proxy listens here for another machine, but has no torch; a container has other
-    mounts; processes of other users, and systems without /proc, show nothing.
+    A tunnel or a proxy may listen here for another machine, but it has no torch; a container has
+    other mounts; processes of other users, and systems without /proc, show nothing.
     """
     with suppress(OSError, EngineError):
         parts = urlsplit(url)
@@ -45,7 +45,7 @@ def find_local_server(url: str) -> LocalServer | None:
 
 
 def is_descendant(pid: int) -> bool:
-    """Return whether this process is `pid`, or one that it has started."""
+    """Return whether this process is `pid` or a descendant of it."""
     with suppress(OSError):
         return pid in _ancestors(os.getpid())
     return False
@@ -56,7 +56,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def _listeners(port: int) -> Iterator[int]:
-    """Yield the processes that listen at a port, of those that this user may look into."""
+    """Yield the processes that listen at a port, among those that this user may inspect."""
     wanted = {f"socket:[{inode}]" for inode in _sockets(port)}
     for process in _PROC.iterdir() if wanted else ():
         if not process.name.isdigit():
@@ -97,10 +97,10 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def _ancestors(pid: int) -> list[int]:
-    """Return a process and those that have started it."""
+    """Return a process and its ancestors."""
     pids = []
     while pid > 0:
         pids.append(pid)
-        # The name before it may have spaces and brackets.
+        # The process's name, before this, may contain spaces and brackets.
         pid = int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
     return pids

@@ -1,12 +1,12 @@
-"""Handles of memory: a server's worker on this machine maps a bucket instead of receiving it.
+"""Memory handles, by which a server's worker on this machine maps a bucket instead of receiving it.
 
     bucket on a GPU      CUDA IPC: the worker on the same GPU opens it
-    bucket on the host   shared memory with a name, by torch's `file_system` strategy
+    bucket on the host   named shared memory, by torch's `file_system` strategy
 
 A handle is what torch.multiprocessing pickles for a tensor, and what SGLang's
-`update_weights_from_tensor` is made for. File descriptors, the default strategy for the host, reach
-children of one parent only. Named memory belongs to torch's `torch_shm_manager`, which ends with
-the last process that has used it: that may be the server.
+`update_weights_from_tensor` expects. File descriptors, the default strategy on the host, reach only
+children of the same parent. Named memory belongs to torch's `torch_shm_manager`, which ends with
+the last process that used it, possibly the server.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from areal_gym.models.device import device_uuid
 from areal_gym.trainer.weight_sync.flat_buckets import FlatBucket
 
 _DEVICE_ARGUMENT = 6
-"""The place of the device in what `rebuild_cuda_tensor` is called with."""
+"""The index of the device in the arguments of `rebuild_cuda_tensor`."""
 
 
 def host_buffer(num_bytes: int) -> Tensor:
-    """Return a buffer of bytes that other processes can map; a plain one where there is no room."""
+    """Return a byte buffer that other processes can map, or a plain one if there is no room."""
     try:
         storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
     except RuntimeError:  # 64 MB in a container without --shm-size
@@ -38,19 +38,19 @@ def host_buffer(num_bytes: int) -> Tensor:
 
 
 def prepare_host_buffers() -> None:
-    """Start torch's manager of named memory.
+    """Start torch's manager of named memory before it is needed.
 
-    The first buffer starts a program and waits for it with Python's lock held: for a tenth of a
-    second, and for seconds on a busy machine.
+    The first buffer starts a program and waits for it while holding Python's lock: for a tenth of a
+    second, or for seconds on a busy machine.
     """
     host_buffer(1)
 
 
 def metadata_of(bucket: FlatBucket) -> list[SimpleNamespace]:
-    """Return the metadata of a bucket's tensors as SGLang reads it.
+    """Return the metadata of a bucket's tensors in SGLang's form.
 
-    SGLang reads it by attribute only, so it need not be of its own class, which the trainer does
-    not have; plain namespaces pass its unpickler.
+    SGLang only reads attributes, so plain namespaces suffice, which pass its unpickler; its own
+    class is not available in the trainer.
     """
     metadata = []
     start = 0
@@ -65,7 +65,7 @@ def metadata_of(bucket: FlatBucket) -> list[SimpleNamespace]:
 def handle_of(bucket: FlatBucket, flat: Tensor) -> bytes:
     """Return a handle for one worker, in base64; `flat` has the bucket's bytes.
 
-    Each worker needs a handle of its own: torch counts who has opened the memory.
+    Each worker needs its own handle, because torch counts how often the memory is opened.
     """
     stream = io.BytesIO()
     pickler: Any = ForkingPickler(stream)
@@ -84,7 +84,7 @@ def _by_name(storage: torch.UntypedStorage) -> tuple[Any, ...]:
 
 
 def _by_uuid(tensor: Tensor) -> tuple[Any, ...]:
-    """Name a GPU by its id: the receiver may number those that it sees in another way."""
+    """Name a GPU by its UUID, because the receiver may number its GPUs differently."""
     rebuild, arguments = reductions.reduce_tensor(tensor)
     if tensor.device.type == "cpu":
         return rebuild, arguments

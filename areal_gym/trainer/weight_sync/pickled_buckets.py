@@ -1,8 +1,8 @@
-"""The values of a bucket as SGLang reads them: pickled and in base64, in small steps.
+"""Encodes a bucket's values as SGLang reads them, pickled and in base64, in small steps.
 
-A pickle of a tensor copies it several times, and base64 encodes all of it, with Python's lock held:
-for as long, a trainer in a thread stops the event loop. Here the values are never copied into the
-pickle; they take the place of a short text in it, piece by piece.
+Pickling a tensor copies it several times, and base64 encodes all of it at once, while holding
+Python's lock: for that long, a trainer in a thread would stop the event loop. Here the values are
+never copied into the pickle. A short placeholder in the pickle is replaced by them piece by piece.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from areal_gym.trainer.weight_sync.flat_buckets import FlatBucket
 from areal_gym.trainer.weight_sync.memory_handles import metadata_of
 
 _PIECE_BYTES = 3 * 2**18
-"""The bytes that are encoded at a time; divisible by 3."""
+"""Bytes that are encoded at a time; divisible by 3."""
 _SMALL_BYTES = 2**12
 _PROTOCOL = 3
 """Later protocols divide a pickle into frames, whose lengths would change."""
-_PLACE = b"the values of the bucket, as torch.save writes them"
+_PLACEHOLDER = b"the values of the bucket, as torch.save writes them"
 
 
 def encoded(bucket: FlatBucket) -> Iterator[bytes]:
-    """Yield a bucket's values in pieces."""
-    # A view would be pickled with all of the buffer that it is a part of.
+    """Yield a bucket's values in encoded pieces."""
+    # Cloned, because pickling a view would include the whole buffer.
     flat = bucket.flat.cpu().clone()
     stream = io.BytesIO()
     pickler = _Pickler(stream, protocol=_PROTOCOL)
     pickler.dump({"flattened_tensor": flat, "metadata": metadata_of(bucket)})
-    before, after = stream.getvalue().split(_in_pickle(_PLACE))
+    before, after = stream.getvalue().split(_in_pickle(_PLACEHOLDER))
     values = pickler.values.parts
     length = sum(len(part) for part in values).to_bytes(8, "little")
     rest = b""
@@ -47,22 +47,22 @@ def encoded(bucket: FlatBucket) -> Iterator[bytes]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles what holds one tensor, with `_PLACE` instead of its values, which it keeps."""
+    """Pickles an object with one tensor; writes `_PLACEHOLDER` for its values, and keeps them."""
 
     def __init__(self, stream: io.BytesIO, *, protocol: int) -> None:
         super().__init__(stream, protocol=protocol)
         self.values = _Parts()
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how a storage is read; what torch would return holds a copy of its values."""
+        """Return how a storage is read, without the copy of its values that torch would return."""
         if not isinstance(value, torch.TypedStorage):
             return NotImplemented
         torch.save(value, self.values, _use_new_zipfile_serialization=False)  # type: ignore[arg-type]
-        return torch.storage._load_from_bytes, (_PLACE,)
+        return torch.storage._load_from_bytes, (_PLACEHOLDER,)
 
 
 class _Parts:
-    """A file of the parts that are written; large ones are not copied, and must stay alive."""
+    """A writable file that keeps the written parts; large ones are not copied: keep them alive."""
 
     def __init__(self) -> None:
         self.parts: list[bytes | memoryview] = []

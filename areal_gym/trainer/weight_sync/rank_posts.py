@@ -1,4 +1,4 @@
-"""Requests that a rank of the trainer sends to servers itself: blocking, in threads.
+"""Blocking HTTP requests from a trainer's rank to servers, in threads.
 
 Bodies are streamed, so that the weights in them are in memory once, however often they are sent.
 """
@@ -88,7 +88,7 @@ def _read(place: str, status: int, raw: bytes) -> dict[str, Any]:
 def on_each(
     urls: Iterable[str], act: Callable[[str], object]
 ) -> tuple[dict[str, Any], dict[str, EngineError]]:
-    """Run `act` for each URL at the same time; return the answers and the failures by URL."""
+    """Run `act` for all URLs at once; return the answers and the failures, by URL."""
     urls = list(urls)
     answers: dict[str, Any] = {}
     failures: dict[str, EngineError] = {}
@@ -102,20 +102,20 @@ def on_each(
 
 
 def server_info(url: str) -> dict[str, Any]:
-    """Return a server's settings as it tells them, which a restart may change.
+    """Return a server's current settings, which a restart may change.
 
     Raises:
-        EngineError: the server does not tell.
+        EngineError: the server does not answer.
     """
     info = request("GET", url, "/server_info", timeout_s=_QUICK_S)
     return {**info, **(info.get("internal_states") or [{}])[0]}
 
 
 def own_address(url: str) -> str:
-    """Return the address of this machine on the way to `url`, by which that host reaches it.
+    """Return the address of this machine that the host of `url` can reach.
 
     Raises:
-        EngineError: there is no way there.
+        EngineError: there is no route to the host.
     """
     parts = urlsplit(url)
     try:
@@ -123,7 +123,7 @@ def own_address(url: str) -> str:
             parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing: it only chooses the way
+            probe.connect(address)  # sends nothing; it only chooses the route
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise EngineError(f"no way from {socket.gethostname()} to {url}: {error}") from error
+        raise EngineError(f"no route from {socket.gethostname()} to {url}: {error}") from error

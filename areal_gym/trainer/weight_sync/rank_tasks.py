@@ -1,10 +1,10 @@
-"""Publication where the weights are: a task that every rank of the trainer runs.
+"""Runs publication where the weights are: as a task in every rank of the trainer.
 
     weight sync --RankTask--> RemoteTrainer --pipe, or Ray--> task(side) in each rank
                           or  a trainer in this process ----> task(side)
 
-A task walks through the weights, which all ranks gather together, one tensor at a time. The
-weights themselves never pass through the process that drives the run.
+A task iterates over the weights, which all ranks gather together, one tensor at a time. The weights
+never pass through the process that drives the run.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _Result = TypeVar("_Result", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class RankSide:
-    """Gives a task the weights, and the place among the ranks."""
+    """Gives a task the weights, and this rank's place among the ranks."""
 
     weights: Callable[[torch.dtype | None], Iterator[tuple[str, Tensor]]]
-    """Yields Hugging Face names and whole tensors, floating-point ones in the given type; every
-    rank must use it up, because all of them gather."""
+    """Yields Hugging Face names and whole tensors, floating-point ones in the given type. Every
+    rank must exhaust it, because gathering is collective."""
     ranks: Ranks
     kept: dict[str, Any]
-    """What tasks leave in the rank from one publication to the next."""
+    """Objects that tasks keep in the rank between publications."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, those of tensor and context groups too, in order."""
+        """Return the values of all ranks in order, including those of tensor and context groups."""
         if self.ranks.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.ranks.size
@@ -47,7 +47,7 @@ class RankSide:
         return gathered
 
     def agree(self, error: Exception | None) -> None:
-        """Return when all ranks have called this; raise the first rank's error in every rank.
+        """Wait for all ranks to call this; raise the first rank's error in every rank.
 
         A rank that raised alone would leave the others in a collective for ever.
 
@@ -55,33 +55,33 @@ class RankSide:
             GymError: a rank had an error.
         """
         if isinstance(error, OSError) or error is None or isinstance(error, GymError):
-            mine = error
+            own = error
         else:
-            mine = TrainError(f"the weights were not published: {type(error).__name__}: {error}")
-        for other in self.gather(mine):
-            if other is not None:
-                raise other
+            own = TrainError(f"the weights were not published: {type(error).__name__}: {error}")
+        for rank_error in self.gather(own):
+            if rank_error is not None:
+                raise rank_error
 
 
 class RankTask(Protocol[_Result]):
-    """A picklable call; what the first rank returns is the result."""
+    """A picklable call that runs in every rank; the first rank's result is returned."""
 
     def __call__(self, side: RankSide) -> _Result:
-        """Run in one rank. A rank that fails must still use up the weights, as the others do."""
+        """Run in one rank. Even a rank that fails must exhaust the weights, as the others do."""
 
 
 @runtime_checkable
 class RankTrainer(Protocol):
-    """A trainer that runs tasks beside its weights: an optional part of the contract."""
+    """A trainer that runs tasks with its weights: an optional part of the contract."""
 
     def run_in_ranks(self, task: RankTask[_T]) -> _T:
-        """Return what the first rank's task returns."""
+        """Run the task in every rank; return the first rank's result."""
 
 
 class TrainerWeights:
-    """The weights of a trainer, as weight syncs are given them.
+    """The weights of a trainer, in the form that weight syncs get.
 
-    Iterating yields names and tensors in this process; `run_task` publishes without that.
+    Iterating yields names and tensors in this process; `run_task` publishes without iterating here.
     """
 
     def __init__(self, trainer: GroupTrainer) -> None:
@@ -92,9 +92,9 @@ class TrainerWeights:
 
 
 def run_task(weights: Weights, task: RankTask[_T], kept: dict[str, Any]) -> _T:
-    """Run a task where the weights are: in the trainer's ranks, or else in this process.
+    """Run a task where the weights are: in the trainer's ranks, else in this process.
 
-    `kept` is for tasks in this process; ranks have their own.
+    `kept` is `RankSide.kept` of a task in this process; ranks have their own.
     """
     if isinstance(weights, TrainerWeights) and isinstance(weights.trainer, RankTrainer):
         return weights.trainer.run_in_ranks(task)
@@ -108,14 +108,14 @@ def cast_all(weights: Weights, dtype: torch.dtype | None) -> Iterator[tuple[str,
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a floating-point tensor in `dtype`; others, and all without `dtype`, as they are."""
+    """Return a floating-point tensor in `dtype`; return others unchanged."""
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 class OneAhead:
-    """Runs one piece of work in a thread while the caller prepares the next.
+    """Runs one job in a thread while the caller prepares the next.
 
-    After an error, further pieces are dropped: the caller goes on gathering with the other ranks.
+    After an error, further jobs are dropped, while the caller keeps gathering with other ranks.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class OneAhead:
         self.error: Exception | None = None
 
     def wait(self) -> None:
-        """Return when no piece is being worked on."""
+        """Wait until no job is running."""
         running, self._running = self._running, None
         if running is not None and (error := running.exception()) is not None:
             if not isinstance(error, Exception):
@@ -132,13 +132,13 @@ class OneAhead:
             self.error = self.error or error
 
     def run(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Begin a piece when the one before has ended, unless there was an error."""
+        """Begin a job after the previous one has ended, unless there was an error."""
         self.wait()
         if self.error is None:
             self._running = self._thread.submit(work, *arguments)
 
     def close(self) -> Exception | None:
-        """Wait for the last piece; return the first error."""
+        """Wait for the last job; return the first error."""
         self.wait()
         self._thread.shutdown()
         return self.error

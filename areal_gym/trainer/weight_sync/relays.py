@@ -1,4 +1,4 @@
-"""The relays of an engine's servers, for `delta`: one on each machine, started where it can be."""
+"""The relays of an engine's servers, for `delta`: one per machine, started where possible."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PORT = 30100
 
 
 class Relays:
-    """Knows the relay of each server, and starts that of servers which this process has started.
+    """Maps servers to relays, and starts a relay for servers that this process started.
 
     Args:
-        port: that of the relays; None starts one where it can.
-        directory: on a disk, for a started relay.
+        port: the port of relays that are running; None starts one where possible.
+        directory: a directory on disk for the files of a started relay.
     """
 
     def __init__(self, port: int | None, directory: Path | None) -> None:
@@ -32,7 +32,7 @@ class Relays:
         self._started: LaunchedRelay | None = None
 
     def of(self, urls: Sequence[str]) -> dict[str, str]:
-        """Return the relays' URLs by the servers'.
+        """Return the URL of each server's relay, by the server's URL.
 
         Raises:
             EngineError: a relay did not start.
@@ -62,7 +62,7 @@ def _is_started_here(url: str) -> bool:
 
 
 def _num_bytes(url: str) -> int | None:
-    """Return the room that a server's weights need, also in a larger type; None if unknown."""
+    """Return the bytes that a server's weights need, even in a wider type; None if unknown."""
     with suppress(EngineError, OSError):
         policy = Path(str(server_info(url).get("model_path")))
         return 2 * sum(file.stat().st_size for file in policy.glob("*.safetensors")) or None

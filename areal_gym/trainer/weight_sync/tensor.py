@@ -1,4 +1,4 @@
-"""Sends weights in requests: as handles of memory to servers of this machine, else by value."""
+"""Sends weights in requests: as memory handles to servers of this machine, else by value."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ _TRANSFER_S = 600.0
 class TensorWeightSync:
     """Sends tensors in buckets of limited size, one request each (SGLang's `flattened_bucket`).
 
-    Where it can, the request has a handle only, of memory that the server's workers open: on GPUs
-    that ranks and servers share (`trainer.colocate`) CUDA IPC, each rank's to the worker on its own
-    GPU; to other servers that this run has started on rank 0's machine, shared memory of the host.
+    Where possible, the request has only a handle of memory that the server's workers open. On GPUs
+    that ranks and servers share (`trainer.colocate`) it is a CUDA IPC handle, from each rank to the
+    worker on its GPU. For other servers that this run started on rank 0's machine, it is a handle
+    of the host's shared memory.
 
-    Everywhere else rank 0 sends the values. They are encoded once, and repeated on the wire for
-    each tensor-parallel worker of a server, of which each reads its own copy only: with many,
-    `delta` or `distributed` send less.
+    Otherwise rank 0 sends the values. They are encoded once, and repeated in the request for each
+    tensor-parallel worker of a server, which reads its own copy only. With many workers, `delta` or
+    `distributed` send less.
 
     Args:
         engine: an engine with servers.
         directory: not used.
-        bucket_mb: the size of a bucket, in 10^6 bytes; two are in memory, and about two more when
+        bucket_mb: the size of a bucket in 10^6 bytes. Two are in memory, and about two more when
             values are sent.
-        dtype: the type that is sent ("bfloat16" halves it); that of the weights by default.
-        handles: whether handles may be sent; if false, always values.
+        dtype: the type that is sent ("bfloat16" halves it); by default that of the weights.
+        handles: whether handles may be sent instead of values.
     """
 
     def __init__(
@@ -85,18 +86,18 @@ class TensorWeightSync:
             alive[:] = [server for server in alive if server.url not in failed]
 
     async def aclose(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: this weight sync holds no resources."""
 
 
 @dataclass(slots=True)
 class _Routes:
-    """How each server gets the weights; those in none of the sets are sent values."""
+    """How each server gets the weights; a server that is in neither set gets values."""
 
     num_workers: dict[str, int] = field(default_factory=dict)
     by_gpu: dict[str, list[int]] = field(default_factory=dict)
-    """The rank on the GPU of each worker."""
+    """The servers that open GPU memory, with the rank on the GPU of each of their workers."""
     by_memory: set[str] = field(default_factory=set)
-    """The servers that open the host's memory."""
+    """The servers that open the host's shared memory."""
     failures: dict[str, EngineError] = field(default_factory=dict)
 
 
@@ -113,20 +114,20 @@ class _Post:
     bucket_bytes: int
     dtype: torch.dtype | None
     driver: int | None
-    """The process that drives the run, if handles may be sent: its servers end with it."""
+    """The process that drives the run, and whose servers end with it; None forbids handles."""
 
     def __call__(self, side: RankSide) -> list[str]:
-        """Gather in every rank, and send from the first."""
+        """Gather the weights in every rank, and send them from the first."""
         routes = self._routes(side)
         if side.ranks.rank and not routes.by_gpu:
             for _ in side.weights(self.dtype):
-                pass  # gathered with the others
+                pass  # gathering is collective
             side.agree(None)
             return []
         allocate = host_buffer if routes.by_memory and not routes.by_gpu else None
         sending, device = OneAhead(), None
         for bucket in flat_buckets(side.weights(self.dtype), self.bucket_bytes, allocate):
-            # From here on the others may fill the buffers of the bucket that was sent last.
+            # After this, other ranks may refill the buffers of the bucket that was sent last.
             sending.wait()
             handles = self._gpu_handles(side, routes, bucket)
             if side.ranks.rank == 0:
@@ -166,7 +167,7 @@ class _Post:
     def _gpu_handles(
         self, side: RankSide, routes: _Routes, bucket: FlatBucket
     ) -> dict[tuple[str, int], bytes]:
-        """Return all ranks' handles of a bucket, by server and worker."""
+        """Return all ranks' handles of a bucket, by (server, worker)."""
         if not routes.by_gpu:
             return {}
         finish_work(bucket.flat.device)
@@ -204,7 +205,7 @@ class _Post:
             raise next(iter(failures.values()))
 
     def _in_memory(self, flat: Tensor) -> Tensor | None:
-        """Return a bucket's bytes in shared memory; None if it has no room."""
+        """Return a bucket's bytes in shared memory; None if there is no room."""
         if flat.device.type != "cpu":
             flat = host_buffer(len(flat)).copy_(flat)
         return flat if flat.is_shared() else None
