@@ -1,1 +1,1 @@
-"""The composition root: from settings to objects, and a run from its first line to its last."""
+"""The composition root: makes objects from settings, and drives a run from start to end."""

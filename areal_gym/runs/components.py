@@ -36,7 +36,7 @@ _MEANING = {
 
 
 def use_image_settings(config: RunConfig) -> None:
-    """Let the process read pictures within the run's limits."""
+    """Limit the images that this process reads to the run's settings."""
     set_image_limits(ImageLimits(**config.images.model_dump()))
 
 
@@ -52,9 +52,11 @@ class Components:
 
     @classmethod
     def of(cls, config: RunConfig) -> Components:
-        """Import environment and agent; raise UnknownIdError or ConfigError if that fails.
+        """Import environment and agent, and limit images to the run's settings.
 
-        The process reads pictures within the run's limits from here on.
+        Raises:
+            UnknownIdError: an id is not registered.
+            ConfigError: an argument does not fit.
         """
         use_image_settings(config)
         env = registry().get("envs", config.env.id)
@@ -64,13 +66,13 @@ class Components:
             env_id=config.env.id,
             agent=_make("agents", config.agent, "agent.kwargs"),
         )
-        # A wrong argument is found before anything has been waited for.
+        # Made once here, so that a wrong argument is reported before anything slow begins.
         components.make_env().close()
         components.for_evaluation(config)
         return components._with_fixed_roles(config.env.fixed_roles, config, "env.fixed_roles")
 
     def for_evaluation(self, config: RunConfig) -> Components:
-        """Return the components of evaluations, which may fix other roles."""
+        """Return the components for evaluations, in which other roles may be fixed."""
         if (fixed := config.eval.fixed_roles) is None:
             return self
         return self._with_fixed_roles(fixed, config, "eval.fixed_roles")
@@ -87,19 +89,19 @@ class Components:
             env.close()
 
     def make_env(self) -> TextEnv:
-        """Make a new instance; raise ConfigError if the environment does not take the arguments."""
+        """Make an environment instance; raise ConfigError if the arguments do not fit."""
         kwargs, wrap = split_wrapper_arguments(self.env_class, self.env_kwargs)
         env = wrap(make_with(self.env_class, kwargs, key="env.kwargs", id=self.env_id))
         if not isinstance(env, TextEnv):
             raise ConfigError(
-                f"{self.env_id} makes a {type(env).__name__}, which is no environment",
+                f"{self.env_id} makes a {type(env).__name__}, which is not an environment",
                 hints=["an environment is a subclass of areal_gym.TextEnv"],
             )
         env.fixed_roles = self.fixed_roles
         return env
 
     async def make_shared(self, display: Display) -> None:
-        """Make what all episodes share, such as images; raises what its absence would in them."""
+        """Make what all episodes share, such as container images; raise what episodes would."""
         env = self.make_env()
         is_shown = False
 
@@ -118,7 +120,8 @@ class Components:
     async def announce_sandboxes(self, say: Callable[[str], None]) -> list[SandboxReport]:
         """Start the environment's sandboxes, say their levels, and return their reports.
 
-        Raises SandboxError if one does not start, or protects less than it must.
+        Raises:
+            SandboxError: a sandbox does not start, or protects less than required.
         """
         env = self.make_env()
         try:
@@ -131,7 +134,7 @@ class Components:
 
 
 class ReferencedEnv:
-    """The class that `FILE.py:CLASS` stands for; other processes load it from there."""
+    """The class that `FILE.py:CLASS` refers to; picklable, because it is loaded by reference."""
 
     def __init__(self, id: str) -> None:
         self._id = id
@@ -147,23 +150,23 @@ class ReferencedEnv:
 
 
 def describe_sandbox(report: SandboxReport) -> str:
-    """Return one line on a sandbox for people."""
+    """Return a line that tells people a sandbox's level."""
     warning = "warning: " if report.level is SandboxLevel.NONE else ""
     return f"{warning}sandbox {report.backend}: level {report.level}{_MEANING[report.level]}"
 
 
 def make_filters(config: RunConfig) -> dict[str, GroupFilter]:
-    """Make the group filters of the settings: by id, in their order; errors as in `make_with`."""
+    """Make the group filters of the settings, by id and in order; errors as in `make_with`."""
     return {f.id: _make("filters", f, "rollout.filters") for f in config.rollout.filters}
 
 
 def make_loggers(config: RunConfig) -> dict[str, MetricsLogger]:
-    """Make the loggers of the settings, by id; raise ConfigError also for what is not installed."""
+    """Make the loggers of the settings, by id; raise ConfigError if one cannot be made."""
     return {logger.id: _make("loggers", logger, "loggers") for logger in config.loggers}
 
 
 def make_curriculum(config: RunConfig) -> Curriculum | None:
-    """Make the curriculum of the settings; None takes tasks as they come."""
+    """Make the curriculum of the settings; None if they name none."""
     settings = config.rollout.curriculum
     return None if settings is None else _make("curricula", settings, "rollout.curriculum")
 
@@ -174,13 +177,13 @@ def _make(kind: Kind, settings: PluginConfig | AgentConfig, key: str) -> Any:
 
 
 def make_with(factory: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> Any:
-    """Return `factory(**kwargs)`; an error names the setting to blame: `key`, like "env.kwargs".
+    """Return `factory(**kwargs)`; errors name `key`, the setting to blame, like "env.kwargs".
 
     Raises:
         ConfigError: an argument is unknown, is missing, or has the wrong type.
-        GymError: what the factory raises on purpose.
+        GymError: the factory raises it.
     """
-    # A class may still take arguments that are not in its signature any more.
+    # A class may accept former arguments that its signature does not have any more.
     kwargs = getattr(factory, "current_arguments", dict)(kwargs)
     check_arguments(factory, kwargs, key=key, id=id)
     try:
@@ -193,36 +196,37 @@ def make_with(factory: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> 
 
 
 def check_arguments(factory: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> None:
-    """Compare arguments with the signature and its annotations, as far as pydantic knows them.
+    """Check arguments against the signature, and against annotations that pydantic knows.
 
     Raises:
         ConfigError: an argument is unknown, is missing, or has the wrong type.
     """
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # classes in C have none
+    except (TypeError, ValueError):  # classes in C have no signature
         return
     hints = [f"its arguments: areal-gym show {id}"]
     if key == "env.kwargs":
-        hints.append("to leave out those of a run or a recipe: env.kwargs={}")
+        hints.append("to drop the arguments of a run or a recipe: env.kwargs={}")
     try:
         signature.bind(**kwargs)
     except TypeError as error:
         known = list(signature.parameters)
         near = [did_you_mean(name, known) for name in kwargs if name not in known]
-        why = re.sub(r"^[\w.]+\(\) ", "", str(error))
+        reason = re.sub(r"^[\w.]+\(\) ", "", str(error))
         raise ConfigError(
-            f"{key}: the arguments of {id!r} do not fit: {why}", hints=[*filter(None, near), *hints]
+            f"{key}: the arguments of {id!r} do not fit: {reason}",
+            hints=[*filter(None, near), *hints],
         ) from error
     check_types(factory, kwargs, key=key, id=id)
 
 
 def check_types(factory: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> None:
-    """Raise ConfigError if an argument does not fit the annotation of its parameter."""
+    """Raise ConfigError if an argument does not fit its parameter's annotation."""
     function = factory.__init__ if inspect.isclass(factory) else factory
     try:
         types = typing.get_type_hints(function)
-    except Exception:  # names that exist for type checkers only
+    except Exception:  # names that are imported for type checkers only
         return
     for name, value in kwargs.items():
         if name not in types:

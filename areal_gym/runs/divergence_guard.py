@@ -1,12 +1,12 @@
 """Stops a run whose policy diverges, and keeps the last good checkpoint.
 
-    row of metrics -> severity of each signal -> far from a limit: a checkpoint now and then
-                                                 half a limit: a checkpoint
-                                                 a limit: a warning
-                                                 a limit for `patience` more steps: DivergedError
+    row of metrics -> severity of each signal -> far from its limit: a checkpoint now and then
+                                                 at half its limit: a checkpoint
+                                                 at its limit: a warning
+                                                 at its limit `patience` steps later: DivergedError
 
-Signals are taken over `guard.window` steps, for single steps are noise. Why each limit is where it
-is stands in docs/trainer.md, with figures of runs that diverged and runs that did not.
+Signals are taken over `guard.window` steps, because single steps are noisy. docs/trainer.md gives
+the reasons for the limits, with figures of runs that diverged and of runs that did not.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from areal_gym.types import Trajectory
 from areal_gym.utils.command_words import quoted
 
 _CALM = 0.25
-"""Below this share of every limit a policy is good beyond doubt."""
+"""A policy is certainly good while all signals are below this share of their limits."""
 _CAUTION = 0.5
-"""At this share of a limit a checkpoint is written, while the policy is still good."""
+"""A checkpoint is written at this share of a limit, while the policy is still good."""
 _ENTROPY_FLOOR = 1.0
-"""Nats. A smaller rise is never too much: policies that hardly hesitate may begin to."""
+"""Nats. A smaller rise is never too much, because confident policies may begin to explore."""
 _STANDARD_ERRORS = 5.0
-"""A reward that falls by less than so many standard errors of a difference has not fallen. A run
-has hundreds of windows, and one of them is compared with the best of all."""
+"""A reward has fallen only if it fell by this many standard errors of the difference. A run has
+hundreds of windows, and each is compared with the best of all."""
 _CHANCE = 2.0
-"""Standard errors of a difference by which a reward must have risen, which is looked at once."""
+"""A reward has risen only if it rose by this many standard errors of the difference."""
 _KEPT_GAIN = 0.5
-"""The share of the best rise of the reward that is still there, while entropy may rise."""
+"""While entropy may rise, the reward must keep this share of its largest rise."""
 _MIN_GROUPS = 32
-"""A mean reward is taken over at least so many groups, and more than `guard.window` steps if they
-are needed: tasks differ more than siblings."""
+"""A mean reward covers at least this many groups, and more than `guard.window` steps if needed,
+because tasks differ more than siblings do."""
 _MOST_ROWS = 128
-"""Steps that are looked back at."""
+"""The number of past steps that are kept."""
 _METRICS = ("train/approx_kl", "train/ratio", "train/stale_ratio", "train/entropy")
 _REWARDS = ("reward/newest", "reward/newest_std", "reward/newest_min", "reward/newest_episodes")
 
 
 class NewestRewards:
-    """Rewards of the episodes that ended since the last step, trained on or not.
+    """Collects the rewards of episodes that ended since the last step, whether trained on or not.
 
-    They come from the newest versions of the policy, while a batch lags up to
-    `rollout.max_staleness` versions behind.
+    They come from the newest policy versions, while a batch may be `rollout.max_staleness` versions
+    older.
     """
 
     def __init__(self) -> None:
         self._rewards: list[float] = []
 
     def add(self, trajectory: Trajectory) -> None:
-        """Count an episode that has ended; failures have no reward."""
+        """Count an ended episode, unless it failed."""
         if not trajectory.stop_reason.is_failure and math.isfinite(trajectory.reward):
             self._rewards.append(trajectory.reward)
 
     def take(self) -> dict[str, float]:
-        """Return the metrics since the last call; none where no episode has ended."""
+        """Return the metrics since the last call; {} if no episode has ended."""
         rewards, self._rewards = self._rewards, []
         if not rewards:
             return {}
@@ -73,7 +73,7 @@ class NewestRewards:
 
 
 class DivergenceGuard:
-    """Judges a run by its metrics, step by step; `rows` are those of the steps before."""
+    """Judges a run by the metrics of its steps; `rows` are those of the steps so far."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class DivergenceGuard:
         rows: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         self._config, self._directory, self._display = config, directory, display
-        # Elsewhere rewards may fall because tasks change, or are not what is learned.
+        # Rewards may fall for other reasons if tasks change, or if the reward is not the objective.
         has_same_tasks = config.rollout.curriculum is None and config.env.id != ONLINE
         self._judges_reward = config.objective == "rl" and has_same_tasks
-        # Bounded, as runs have millions of steps: what is further back says nothing of today.
+        # Bounded, because runs have millions of steps and old ones tell nothing about today.
         self._rows: deque[dict[str, float]] = deque(maxlen=max(_MOST_ROWS, config.guard.window))
         self._severities: dict[int, float] = {}
-        """Of the steps that were not calm; 0 elsewhere."""
+        """The severity at steps that were not calm; it is 0 at all others."""
         self._newest_step, self._newest_severity = 0, 0.0
         self._best_reward, self._lowest_reward = -math.inf, math.inf
         self._usual_entropy: float | None = None
@@ -97,16 +97,16 @@ class DivergenceGuard:
         self._last_wanted = self._num_beyond = self._first_beyond = 0
         self._reason = ""
         self.wants_checkpoint = False
-        """Whether the policy should be saved now: it is good, and none was saved for long, or the
-        first sign of trouble was seen."""
+        """Whether to save the policy now: it is good and was not saved for long, or the first sign
+        of trouble has appeared."""
         self.protected: frozenset[int] = frozenset()
-        """Steps whose checkpoints must stay."""
+        """Steps whose checkpoints must not be deleted."""
         for row in rows:
             self._judge(row)
-        self._num_beyond = 0  # a resumed run is given as much patience as any other
+        self._num_beyond = 0  # a resumed run gets the full patience
 
     def observe(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Judge a step by its metrics, and return what the guard itself adds to them."""
+        """Judge a step by its metrics; return the guard's own metrics."""
         settings = self._config.guard
         if settings.action == "ignore":
             return {}
@@ -128,7 +128,7 @@ class DivergenceGuard:
         return {"guard/severity": severity}
 
     def raise_if_diverged(self) -> None:
-        """Raise DivergedError when a signal has stayed beyond its limit."""
+        """Raise DivergedError if a signal has stayed beyond its limit for too long."""
         guard = self._config.guard
         if guard.action != "stop" or self._num_beyond <= guard.patience:
             return
@@ -144,18 +144,18 @@ class DivergenceGuard:
     def good_checkpoint(self) -> int | None:
         """Return the step of the newest checkpoint after which nothing was wrong.
 
-        That is seen some steps later only: what is judged is the episodes of the policies that
-        follow. Where there is none, the least suspect one that was written before a limit was
-        passed is returned; None without any.
+        This is known some steps later only, because a policy is judged by the episodes of the
+        policies that follow. If there is none, the step of the least suspect checkpoint from before
+        a limit was passed is returned, and None without one.
         """
         steps = self._saved_steps()
         window = self._config.guard.window
-        loud = {step for step, severity in self._severities.items() if severity >= 1}
-        calm = [step for step in steps if loud.isdisjoint(range(step, step + window + 1))]
+        beyond = {step for step, severity in self._severities.items() if severity >= 1}
+        calm = [step for step in steps if beyond.isdisjoint(range(step, step + window + 1))]
         if calm:
             confirmed = [step for step in calm if step + window <= self._newest_step]
             return (confirmed or calm)[-1]
-        before = [step for step in steps if step not in loud]
+        before = [step for step in steps if step not in beyond]
         return min(before, key=lambda step: (self._severities.get(step, 0.0), -step), default=None)
 
     def _saved_steps(self) -> list[int]:
@@ -166,7 +166,7 @@ class DivergenceGuard:
         every, regular = self._config.guard.save_every, self._config.trainer.save_every
         if not every or len(self._rows) < self._config.guard.window:
             return False
-        # The newest may still be on its way to the disk.
+        # The newest checkpoint may not be on disk yet.
         newest = max([0, self._last_wanted, *self._saved_steps()])
         if regular:
             newest = max(newest, step // regular * regular)
@@ -231,7 +231,7 @@ class DivergenceGuard:
         )
 
     def _has_risen(self, reward: float, noise: float) -> bool:
-        # A policy that earns more by hesitating more is exploring: it is not lost.
+        # If the reward rises together with the entropy, the policy explores and does not diverge.
         if self._usual_reward is None:
             return False
         best_gain = self._best_reward - self._usual_reward
@@ -263,7 +263,7 @@ class DivergenceGuard:
         return reward, math.sqrt(2 * variance / sum(map(self._num_groups, rows)))
 
     def _reward_window(self) -> list[dict[str, float]]:
-        # The newest steps that have enough groups; none while there are too few.
+        # Return the newest steps with enough groups, or [] if there are too few.
         rows: list[dict[str, float]] = []
         num_groups = 0.0
         for row in reversed(self._rows):
@@ -276,7 +276,7 @@ class DivergenceGuard:
         return []
 
     def _num_groups(self, row: Mapping[str, float]) -> float:
-        # Siblings play the same task: a group counts as one.
+        # Siblings play the same task, so a group counts as one sample.
         return row["reward/newest_episodes"] / self._config.rollout.group_size
 
     def _hints(self, good: int | None) -> list[str]:
@@ -288,7 +288,7 @@ class DivergenceGuard:
         hints = [
             f"begin again more slowly: {slower}; trainer.save_every=10 keeps checkpoints on the way"
             if good is None
-            else f"go on from it more slowly: areal-gym train --resume --from-step {good} "
+            else f"continue from it more slowly: areal-gym train --resume --from-step {good} "
             f"--out {quoted(path)} {slower}"
         ]
         if config.rollout.max_staleness:
@@ -298,11 +298,11 @@ class DivergenceGuard:
             nearer.append(f"rollout.max_staleness={config.rollout.max_staleness // 2}")
             hints.append(f"or stay nearer to the policies that sample: {', or '.join(nearer)}")
         hints.append(f"look at it: areal-gym view {quoted(path)}")
-        hints.append("if this is as it should be: guard.action=warn goes on (docs/trainer.md)")
+        hints.append("if this is intended: guard.action=warn continues (docs/trainer.md)")
         return hints
 
 
 def _median(rows: list[dict[str, float]], name: str) -> float | None:
-    # None where less than half of the steps have the number.
+    # None if less than half of the steps have the number.
     values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
     return statistics.median(values) if 2 * len(values) > len(rows) else None

@@ -1,4 +1,4 @@
-"""Checks of settings against this machine, made before anything is waited for."""
+"""Checks settings against this machine before anything slow begins."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from areal_gym.plugins import registry
 
 
 def require_startable(config: RunConfig) -> None:
-    """Check what would fail after a warm start of minutes, or be ignored without a word.
+    """Check for mistakes that would show only after a warm start of minutes, or never.
 
     Raises:
-        ConfigError: a server's URL for an engine that has no server, or a device that is not here.
+        ConfigError: an engine without servers has a server's URL, or a device does not exist.
     """
     require_server_engine(config.engine)
     # On a cluster, the ranks have their devices elsewhere.
@@ -28,7 +28,7 @@ def require_startable(config: RunConfig) -> None:
 
 
 def obstacle_to_warm_start(env_id: str, arguments: Mapping[str, Any]) -> str:
-    """Return why no small policy can be made for an environment; "" if it can."""
+    """Return why a small policy cannot be made for an environment; "" if it can."""
     from areal_gym.warm_start.demonstrations import obstacle_to_imitation
 
     env: TextEnv = registry().make("envs", env_id, **arguments)
@@ -39,11 +39,11 @@ def obstacle_to_warm_start(env_id: str, arguments: Mapping[str, Any]) -> str:
 
 
 def require_server_engine(settings: EngineConfig) -> None:
-    """Raise ConfigError for a URL that the engine would not ask."""
+    """Raise ConfigError if the engine would ignore the given URL."""
     if settings.url and not getattr(registry().load("engines", settings.id), "takes_urls", True):
         raise ConfigError(
             f"engine.url = {', '.join(settings.url)}, but the engine {settings.id!r} samples in "
-            "this process and asks no server",
+            "this process and calls no server",
             hints=[
                 "name the engine of the server: --engine sglang",
                 "or leave the URL out, and the policy is sampled here",

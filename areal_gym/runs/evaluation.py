@@ -1,4 +1,4 @@
-"""Evaluates a policy on held-out tasks: by itself, and on a schedule while training goes on."""
+"""Evaluates a policy on held-out tasks: by itself, or on a schedule during training."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from areal_gym.utils.blocking import run_to_end
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalJob:
-    """One policy in one environment: what is measured, and where it is written."""
+    """One evaluation: which policy, in which environment, and where it is written."""
 
     config: RunConfig
     checkpoint: Path | None = None
     """The policy; by default `config.engine.model`."""
     greedy: bool = False
-    """Take the likeliest token always."""
+    """Whether the likeliest token is always taken."""
     out: Path | None = None
-    """The directory of the evaluation, see `areal_gym.run_dir.evaluations`; None writes nothing."""
+    """The evaluation's directory (see `areal_gym.run_dir.evaluations`); None writes nothing."""
     mode: RunMode = "new"
     benchmark: str | None = None
 
@@ -59,7 +59,7 @@ class EvalJob:
         return self.checkpoint is None and "://" in self.config.engine.model
 
     def facts(self) -> dict[str, Any]:
-        """Return how it is measured, as `EvaluationInfo` has it."""
+        """Return how the policy is evaluated, in the form of `EvaluationInfo`."""
         config = self.config
         rollout, is_greedy = config.rollout, self.greedy
         sampling = {
@@ -104,10 +104,14 @@ def evaluate(
     greedy: bool = False,
     display: Display | None = None,
 ) -> EvalReport:
-    """Measure the policy in `checkpoint`, by default `config.engine.model`, on held-out tasks.
+    """Evaluate a policy on held-out tasks.
 
-    `greedy` takes the likeliest token always. `out` becomes the directory of the evaluation; of a
-    run, it is a folder in its `evaluations/`.
+    Args:
+        config: the settings of a run.
+        checkpoint: the policy; by default `config.engine.model`.
+        out: the evaluation's directory; if it is a run, a folder in the run's `evaluations/`.
+        greedy: whether the likeliest token is always taken.
+        display: shows progress.
     """
     if out is not None and RunDir(out).config_file.exists():
         out = new_run_path(f"eval-{config.env.id}", RunDir(out).evaluations_dir)
@@ -116,12 +120,12 @@ def evaluate(
 
 
 def evaluate_jobs(jobs: Sequence[EvalJob], display: Display | None = None) -> list[EvalReport]:
-    """Measure one after the other; an engine stays open while policy and engine are the same.
+    """Evaluate one after another; the engine stays open while policy and engine are the same.
 
     All directories are claimed before the first episode is played.
 
     Raises:
-        UsageError: one of them has no held-out tasks, or its directory cannot be written to.
+        UsageError: a job has no held-out tasks, or its directory is not writable.
     """
     if any(job.config.env.id == ONLINE for job in jobs):
         raise UsageError(
@@ -174,7 +178,7 @@ async def _evaluate(
 
 
 class _OpenPolicy:
-    """The engine of the newest job; an async context manager."""
+    """The open engine of the latest job; an async context manager."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -189,7 +193,7 @@ class _OpenPolicy:
         await self._stack.aclose()
 
     async def open(self, job: EvalJob, components: Components) -> tuple[Engine, Renderer]:
-        """Return engine and renderer for the job: those of the job before it, if they fit."""
+        """Return engine and renderer for the job; reuse those of the previous job if they fit."""
         config = job.config
         policy = job.checkpoint or policy_directory(config, components, self._display)[0]
         rollout = config.rollout
@@ -204,11 +208,11 @@ class _OpenPolicy:
 
 @dataclass(slots=True)
 class Evaluations:
-    """A run's evaluations: step 0 before any update, then on a schedule, then at the end.
+    """A run's evaluations: at step 0 before any update, then on a schedule, then at the end.
 
-    A scheduled one runs beside training. Where the engine can give a snapshot of itself, it
-    measures exactly one version; served policies are shared, so that a long evaluation sees the
-    versions which are published meanwhile (its trajectories carry them, and the record says so).
+    A scheduled evaluation runs beside training. If the engine can make a snapshot of itself, it
+    measures exactly one version. Servers are shared with training, so a long evaluation samples
+    from all versions that are published meanwhile, which its trajectories and its record tell.
     """
 
     config: RunConfig
@@ -218,12 +222,12 @@ class Evaluations:
     directory: RunDir
     display: Display
     log: Callable[[int, Mapping[str, Any]], None]
-    """Called with step and metrics of each evaluation, besides `evaluations.jsonl`."""
+    """Called with the step and the metrics of each evaluation, besides `evaluations.jsonl`."""
     _task: asyncio.Task[None] | None = field(default=None, init=False)
     _step_under_way: int | None = field(default=None, init=False)
 
     def scores(self) -> dict[int, tuple[float, float] | None]:
-        """Return sampled held-out accuracy, then reward, by step; None while a step is measured."""
+        """Return sampled accuracy and reward by step; None for a step that is being evaluated."""
         rows = [(row["step"], row["sampled"]) for row in self.directory.read_evaluations()]
         measured: dict[int, tuple[float, float] | None]
         measured = {step: (scores["pass@1"], scores.get("reward", 0.0)) for step, scores in rows}
@@ -232,26 +236,26 @@ class Evaluations:
         return measured
 
     def is_due(self, step: int) -> bool:
-        """Return whether the settings want an evaluation at this step that is not on record."""
+        """Return whether the settings ask for an evaluation at this step that is not recorded."""
         every, measured = self.config.eval.every, self._measured()
         is_wanted = step == 0 or (every > 0 and step % every == 0) or not measured
         return is_evaluated(self.config) and is_wanted and step not in measured
 
     async def measure_start(self, step: int) -> None:
-        """Evaluate the policy before anything is trained; a resumed run has that on record."""
+        """Evaluate the policy before training, unless a resumed run has recorded that."""
         if self.is_due(step):
             await self._play(step, self.engine, is_shown=True)
 
     async def measure_end(self, step: int) -> None:
-        """Evaluate the policy after training, unless that is on record."""
+        """Evaluate the policy after training, unless that is recorded."""
         await self.settle()
         if is_evaluated(self.config) and step not in self._measured():
             await self._play(step, self.engine, is_shown=True)
 
     async def begin(self, step: int) -> None:
-        """Measure the policy as it is now while training goes on.
+        """Start to evaluate the current policy while training continues.
 
-        Waits for the one before it first: two at once would take the engine from training.
+        Waits for the previous evaluation first: two at once would take the engine from training.
         """
         await self.settle()
         engine = self.engine
@@ -264,14 +268,14 @@ class Evaluations:
         return {row["step"] for row in self.directory.read_evaluations()}
 
     async def settle(self) -> None:
-        """Wait for the evaluation under way."""
+        """Wait for the running evaluation."""
         task, self._task = self._task, None
         if task is not None:
             await task
             self._step_under_way = None
 
     async def aclose(self) -> None:
-        """Give up the evaluation under way."""
+        """Cancel the running evaluation."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -343,7 +347,7 @@ class Evaluations:
 
 
 def _reward_of(scores: Mapping[str, Any]) -> str:
-    """Return the mean reward in words, where it says more than the accuracy."""
+    """Return the mean reward as text, if it says more than the accuracy."""
     if not is_graded_reward(scores):
         return ""
     low, high = scores["reward_low"], scores["reward_high"]
@@ -352,10 +356,10 @@ def _reward_of(scores: Mapping[str, Any]) -> str:
 
 
 def is_evaluated(config: RunConfig) -> bool:
-    """Return whether the run is measured on held-out tasks."""
+    """Return whether the run has held-out tasks to evaluate on."""
     return config.env.id != ONLINE and config.eval.num_tasks > 0
 
 
 def evaluations_of(directory: RunDir) -> list[dict[str, Any]]:
-    """Return the evaluations on record, in their order, as `report.chart_table` flattens them."""
+    """Return the recorded evaluations in order, as `report.chart_table` flattens them."""
     return flattened(directory.read_evaluations())

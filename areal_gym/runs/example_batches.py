@@ -1,4 +1,4 @@
-"""Batches and evaluations of objectives that learn from fixed data: sft, dpo and rm."""
+"""Batches and evaluations of objectives on fixed data: sft, dpo, rm and others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ExampleBatches(BatchStream["Example"]):
-    """Examples in an order that the seed decides, epoch after epoch."""
+    """Gives examples in an order that the seed decides, epoch after epoch."""
 
     def __init__(self, prepared: PreparedRun) -> None:
         self._examples, _ = prepared.examples
@@ -33,23 +33,23 @@ class ExampleBatches(BatchStream["Example"]):
 
 @dataclass(slots=True)
 class ExampleEvaluations:
-    """Measures held-out examples in the trainer's thread, between two steps."""
+    """Evaluates held-out examples in the trainer's thread, between two steps."""
 
     prepared: PreparedRun
     trainer: ExampleTrainer
     thread: TrainerThread
     log: Callable[[int, Mapping[str, float]], None]
-    """Called with step and metrics of each evaluation."""
+    """Called with the step and the metrics of each evaluation."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether the settings want an evaluation at this step."""
+        """Return whether the settings ask for an evaluation at this step."""
         every = self.prepared.config.eval.every
         return every > 0 and step % every == 0
 
     async def begin(self, step: int) -> None:
-        """Evaluate the policy as it is now, unless that is on record.
+        """Evaluate the current policy, unless that is recorded.
 
-        A cancellation waits for its end: the trainer does one thing at a time.
+        A cancellation waits for its end, because the trainer does one thing at a time.
         """
         directory, (_, examples) = self.prepared.directory, self.prepared.examples
         if any(row["step"] == step for row in directory.read_evaluations()):

@@ -1,4 +1,4 @@
-"""Examples that supervised objectives learn from, and those that they are measured on."""
+"""Loads the examples that supervised objectives train on, and the held-out ones."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from areal_gym.warm_start.demonstrations import Demonstration
 
 _HELDOUT = 0.1
-"""Part of a file that is measured on, without a file for that."""
+"""The share of a file that is held out if there is no heldout_file."""
 _MAX_REJECTED = 1000
-"""Demonstrations in a row that may miss `data.min_reward`."""
+"""The most demonstrations in a row that may miss `data.min_reward`."""
 
 
 def load_examples(
     config: RunConfig, components: Components | None, renderer: Renderer, display: Display
 ) -> tuple[list[Example], list[Example]]:
-    """Return examples to learn from and examples to measure on.
+    """Return the examples to learn from, and the examples to measure on.
 
-    `components` may be None where there is a file.
+    `components` may be None if the settings name a file.
 
     Raises:
-        DataError: a file is missing or has a broken line.
-        NothingToDoError: nothing is left to learn from, or to measure on.
+        DataError: a file is missing or has an invalid line.
+        NothingToDoError: no example is left to learn from, or to measure on.
         UsageError: the environment has no demonstrators, or they are all alike.
     """
     from areal_gym.trainer.batch.dialogue_files import encode
@@ -50,11 +50,11 @@ def load_examples(
     for name, data in zip(("learn from", "measure on"), raw, strict=True):
         max_context, has_closing = config.engine.max_context, config.objective == "rm"
         encoded = encode(data, renderer, max_context=max_context, has_closing=has_closing)
-        hint = "give a larger file, or a heldout_file of its own"
+        hint = "give a larger file, or a separate heldout_file"
         if encoded.num_too_long:
             hint = "are they all longer than engine.max_context?"
             display.say(
-                f"data: {encoded.num_too_long} examples to {name} are left out, for they are "
+                f"data: {encoded.num_too_long} examples to {name} are left out, because they are "
                 f"longer than engine.max_context = {max_context} tokens"
             )
         if not encoded.examples:
@@ -77,10 +77,10 @@ def _from_files(config: RunConfig) -> tuple[Data, Data]:
 
     data, is_preference = config.data, config.objective != "sft"
     assert data.file is not None
-    kind = {"is_preference": is_preference, "is_labelled": config.objective == "kto"}
-    rows = read_file(Path(data.file), **kind)
+    flags = {"is_preference": is_preference, "is_labelled": config.objective == "kto"}
+    rows = read_file(Path(data.file), **flags)
     if data.heldout_file is not None:
-        return rows, read_file(Path(data.heldout_file), **kind)
+        return rows, read_file(Path(data.heldout_file), **flags)
     random.Random(config.seed).shuffle(rows)
     num_heldout = round(len(rows) * _HELDOUT)
     return rows[num_heldout:], rows[:num_heldout]
@@ -89,7 +89,7 @@ def _from_files(config: RunConfig) -> tuple[Data, Data]:
 def _from_env(config: RunConfig, env: TextEnv) -> tuple[Data, Data]:
     from areal_gym.trainer.batch.dialogue_files import labelled
 
-    def made(split: str, count: int) -> Data:
+    def make(split: str, count: int) -> Data:
         rng = random.Random(f"{config.seed}/{split}")
         if config.objective == "sft":
             return [_demonstration(env, rng, split, config.data.min_reward) for _ in range(count)]
@@ -98,8 +98,8 @@ def _from_env(config: RunConfig, env: TextEnv) -> tuple[Data, Data]:
             return [answer for pair in pairs for answer in labelled(pair)]
         return pairs
 
-    learned = made("train", config.data.num_examples)
-    return learned, made(config.eval.split, config.eval.num_tasks)
+    learned = make("train", config.data.num_examples)
+    return learned, make(config.eval.split, config.eval.num_tasks)
 
 
 def _demonstration(
@@ -109,10 +109,10 @@ def _demonstration(
     from areal_gym.warm_start.demonstrations import demonstrate
 
     for _ in range(_MAX_REJECTED):
-        shown = demonstrate(env, rng, split=split)
-        if min_reward is None or shown.reward >= min_reward:
-            messages = (*shown.first_messages, *_continuation(shown))
-            return Written(messages=messages, tools=[tool.schema() for tool in shown.tools])
+        demonstration = demonstrate(env, rng, split=split)
+        if min_reward is None or demonstration.reward >= min_reward:
+            messages = (*demonstration.first_messages, *_continuation(demonstration))
+            return Written(messages=messages, tools=[tool.schema() for tool in demonstration.tools])
     raise NothingToDoError(
         f"{_MAX_REJECTED} demonstrations in a row had a reward below data.min_reward = {min_reward}"
     )
@@ -131,15 +131,15 @@ def _preference(env: TextEnv, rng: random.Random, split: str) -> Preference:
     )
 
 
-def _continuation(shown: Demonstration) -> list[Message]:
-    """Return what was said and answered, as messages, with calls in the policy's dialect."""
+def _continuation(demonstration: Demonstration) -> list[Message]:
+    """Return the answers and replies as messages, with tool calls in the policy's dialect."""
     messages: list[Message] = []
-    for turn, text in enumerate(shown.texts):
+    for turn, text in enumerate(demonstration.texts):
         message = parse_assistant(text)
         messages.append(message)
-        if turn < len(shown.replies):
+        if turn < len(demonstration.replies):
             ids = [call["id"] for call in message.get("tool_calls", [])]
-            for reply in shown.replies[turn]:
+            for reply in demonstration.replies[turn]:
                 if reply["role"] == "tool" and ids:
                     reply = {"tool_call_id": ids.pop(0), **reply}
                 messages.append(reply)

@@ -1,4 +1,4 @@
-"""Counts what went wrong during a step: metrics, and a few words on the step line.
+"""Counts what went wrong during a step, for metrics and the line of the step.
 
 A new kind of incident is one more row of the table.
 """
@@ -15,17 +15,17 @@ PREFIX = "incidents/"
 
 
 class Incident(NamedTuple):
-    """One kind of incident; the step's count of it is the metric `incidents/<name>`."""
+    """One kind of incident; its count in a step is the metric `incidents/<name>`."""
 
     name: str
     noun: str
     outcome: str
     counter: str
-    """The metric of the step's row that counts it; one that ends with "/" is all metrics below."""
+    """The metric that counts it; with a final "/", the sum of all metrics below that name."""
     less: str = ""
-    """A metric that is subtracted, because another incident has it."""
+    """A metric that is subtracted, because another incident counts it."""
     is_total: bool = True
-    """Whether the metrics count since the start of the process, and not within the step."""
+    """Whether the metrics count since the start of the process, not within the step."""
 
 
 _FAILED, _LOST = "rollout/failures/", "rollout/lost_episodes"
@@ -40,19 +40,19 @@ INCIDENTS = (
     Incident("dropped_tasks", "task", "dropped", "rollout/dropped_tasks"),
     Incident("shrunken_groups", "group", "shrunken", "rollout/shrunken_groups", is_total=False),
     Incident("lost_servers", "server", "lost", "engine/num_servers_lost"),
-    # `RunContext.record` has counted it: objectives on fixed data can lose their trainer, too.
+    # `RunContext.record` counts it, because objectives on fixed data can lose their trainer, too.
     Incident("restarted_trainers", "trainer", "restarted", RESTARTED, is_total=False),
 )
 
 
 class IncidentCounter:
-    """Turns the counters of each step's row into the step's own incidents."""
+    """Turns the counters in each step's row into counts of the step's incidents."""
 
     def __init__(self) -> None:
         self._totals: dict[str, float] = {}
 
     def count(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return `incidents/<name>` for each row of the table, and remember the totals."""
+        """Return `incidents/<name>` for each incident, and remember the totals."""
         counts = {}
         for incident in INCIDENTS:
             total = _matching(row, incident.counter) - _matching(row, incident.less)
@@ -63,10 +63,10 @@ class IncidentCounter:
 
 
 def describe_incidents(metrics: Mapping[str, Any]) -> str:
-    """Return the incidents of a step for people, and "" where nothing went wrong."""
-    counts = {each: round(metrics.get(PREFIX + each.name) or 0) for each in INCIDENTS}
+    """Return the incidents of a step as text; "" if nothing went wrong."""
+    counts = {incident: round(metrics.get(PREFIX + incident.name) or 0) for incident in INCIDENTS}
     return ", ".join(
-        f"{counted(n, each.noun)} {each.outcome}" for each, n in counts.items() if n > 0
+        f"{counted(n, incident.noun)} {incident.outcome}" for incident, n in counts.items() if n > 0
     )
 
 

@@ -1,4 +1,4 @@
-"""The known answers of tasks as tokens, for advantages that compare turns by them (`igpo`)."""
+"""The known answers of tasks as tokens, for advantages that use their probability (`igpo`)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def answer_annotator(
     config: RunConfig, trainer: GroupTrainer, renderer: Renderer
 ) -> Annotate | None:
-    """Return what writes the probability of the known answer into turns.
+    """Return a function that writes the probability of the known answer into turns.
 
-    None where the advantage estimator does not take `answer_probs_T`.
+    Returns None if the advantage estimator does not take `answer_probs_T`.
 
     Raises:
         ConfigError: the trainer cannot score at temperature 1.
@@ -49,10 +49,10 @@ def answer_annotator(
 
 
 def known_answers(template: str, renderer: Renderer) -> Callable[[Task], KnownAnswer]:
-    """Return what makes the tokens of a task's answer.
+    """Return a function from a task to the tokens of its known answer.
 
-    The template's text before its first field leads to the answer and does not count; text after
-    its last field is left out.
+    The template's text before its first field leads to the answer and is not scored; text after
+    its last field is dropped.
 
     Raises:
         ConfigError: the template has no field.

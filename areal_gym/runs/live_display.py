@@ -1,6 +1,6 @@
-"""The display of a running run: a live panel on a terminal, plain lines elsewhere.
+"""The display of a running run: a live panel on a terminal, otherwise plain lines.
 
-Everything goes to stderr; stdout is for data.
+All of it goes to stderr; stdout is for data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _MOST_MESSAGES, _MOST_CHARACTERS = 5, 400
 
 Examples = Callable[[int], Sequence[tuple[str, Mapping[str, Any]]]]
-"""Returns example trajectories of a step, each with "best" or "worst"."""
+"""Returns example trajectories of a step, each labelled "best" or "worst"."""
 
 _RECENT = 10
 """The number of steps behind the trend and the remaining time."""
@@ -37,9 +37,9 @@ _RECENT = 10
 def make_display(
     *, is_plain: bool = False, stream: TextIO | None = None, examples: Examples | None = None
 ) -> PlainDisplay:
-    """Make the live panel if `stream` (stderr) is a terminal that can show it, else plain lines.
+    """Make a live panel if `stream` (by default stderr) is a capable terminal, else plain lines.
 
-    On a terminal, `examples` returns the trajectories to show after each step.
+    `examples` returns trajectories to show below the panel after each step.
     """
     stream = stream or sys.stderr
     console = Console(file=stream)
@@ -49,7 +49,7 @@ def make_display(
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """Return values between 0 and 1 (others are scaled) as a row of bars, the newest last."""
+    """Return values as a row of bars, the newest last; the scale includes 0 to 1."""
     shown = values[-width:]
     if not shown:
         return ""
@@ -58,7 +58,7 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 class PlainDisplay(Display):
-    """One line per event: for logs, pipes and CI."""
+    """Shows one line per event, for logs, pipes and CI."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -72,7 +72,7 @@ class PlainDisplay(Display):
         print(text, file=self._stream, flush=True)
 
     def phase(self, name: str, total: int = 0) -> None:
-        """Begin a new phase of the run; `total` is its number of units, 0 if unknown."""
+        """Begin a new phase of the run with `total` units, or 0 if that is unknown."""
         self._phase, self._total, self._done, self._detail = name, total, 0, ""
         self._began_s = self._stepped_s = time.monotonic()
         self._next_report_s = self._began_s + 5.0
@@ -91,7 +91,7 @@ class PlainDisplay(Display):
 
     def _note_time(self, metrics: Mapping[str, Any]) -> None:
         now_s = time.monotonic()
-        # The steps of a replay do not record their time.
+        # Steps of a replay do not record their time.
         self._step_s.append(float(metrics.get("time/step_s", now_s - self._stepped_s)))
         self._stepped_s = now_s
 
@@ -127,7 +127,7 @@ class LiveDisplay(PlainDisplay):
         self._done, self._detail = done, detail
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
-        """Show a finished step in the panel; every tenth and those with incidents stay."""
+        """Show a finished step in the panel; every tenth, and those with incidents, as a line."""
         self._last = dict(metrics)
         self._trend.append(_progress(metrics)[1])
         self._note_time(metrics)
@@ -140,7 +140,7 @@ class LiveDisplay(PlainDisplay):
                     self._console.print(line, no_wrap=True, overflow="ellipsis")
 
     def watch(self, stats: Callable[[], str] | None) -> None:
-        """Show what episodes wait for at each refresh."""
+        """Show at each refresh what episodes wait for."""
         self._stats = stats
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ def duration(seconds: float) -> str:
 def example_lines(kind: str, step: int, row: Mapping[str, Any]) -> list[Text]:
     """Return a trajectory in a few lines, each of which the terminal cuts at its width.
 
-    Texts by policies and environments are escaped: they cannot control the terminal.
+    Text from policies and environments is escaped, so that it cannot control the terminal.
     """
     parts: dict[str, float] = {}
     for turn in row["turns"]:
@@ -224,7 +224,7 @@ def example_lines(kind: str, step: int, row: Mapping[str, Any]) -> list[Text]:
 
 
 def _shortened(message: Mapping[str, Any]) -> str:
-    # The end of a long answer has its result.
+    # The end of a long answer is shown, because it has the result.
     text = _one_line(readable(message.get("content") or ""))
     if message["role"] == "assistant" and len(text) > _MOST_CHARACTERS:
         text = "..." + text[-_MOST_CHARACTERS:]

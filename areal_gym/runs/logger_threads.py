@@ -1,4 +1,4 @@
-"""The loggers of a run: none of them can stop it, or keep it waiting."""
+"""Runs the loggers of a run so that none of them can stop or delay it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATIENCE_S = 60.0
 
 
 class Loggers:
-    """Hands metrics to loggers, each on a thread of its own; `say` shows people what fails."""
+    """Passes metrics to loggers, each on its own thread; `say` shows people their failures."""
 
     def __init__(self, loggers: Mapping[str, MetricsLogger], say: Callable[[str], None]) -> None:
         self._loggers = loggers
@@ -37,7 +37,7 @@ class Loggers:
             self._threads.append(_LoggerThread(id, logger, begin, self._say))
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """Pass a row's numbers on; returns at once."""
+        """Queue a row's numbers for the loggers; returns at once."""
         numbers = {
             name: float(value)
             for name, value in row.items()
@@ -48,10 +48,11 @@ class Loggers:
 
     def metrics(self) -> dict[str, float]:
         """Return the number of failures of each logger so far."""
-        return {f"loggers/failures/{each.id}": float(each.num_failed) for each in self._threads}
+        counts = {f"loggers/failures/{thread.id}": thread.num_failed for thread in self._threads}
+        return {name: float(count) for name, count in counts.items()}
 
     def close(self, patience_s: float = _PATIENCE_S) -> None:
-        """Wait until everything has arrived, but not for ever."""
+        """Wait until all rows are logged, for `patience_s` seconds at most."""
         deadline_s = monotonic() + patience_s
         for thread in self._threads:
             thread.rows.put(None)
@@ -64,7 +65,7 @@ class _LoggerThread(Thread):
     def __init__(
         self, id: str, logger: MetricsLogger, begin: Callable[[], str], say: Callable[[str], None]
     ) -> None:
-        # A daemon: a logger that hangs does not keep the program from ending.
+        # A daemon thread, so that a hanging logger does not keep the program from ending.
         super().__init__(name=f"areal-gym-logger-{id}", daemon=True)
         self.id = id
         self.num_failed = 0
@@ -83,7 +84,7 @@ class _LoggerThread(Thread):
     def finish(self, patience_s: float) -> None:
         self.join(patience_s)
         if self.is_alive():
-            self._say(f"logger {self.id}: not everything has arrived in time; it is left alone")
+            self._say(f"logger {self.id}: the last rows were not logged in time; they are dropped")
         elif self.num_failed > 1:
             self._say(f"logger {self.id}: {self.num_failed} calls failed")
 
@@ -101,8 +102,8 @@ class _LoggerThread(Thread):
             if self.num_failed == 1:
                 reason = str(error).strip().partition("\n")[0]
                 self._say(
-                    f"logger {self.id} failed ({type(error).__name__}: {reason}); the run goes on, "
-                    "and metrics.jsonl has everything"
+                    f"logger {self.id} failed ({type(error).__name__}: {reason}); "
+                    "the run continues, and metrics.jsonl has everything"
                 )
             return False
         return True

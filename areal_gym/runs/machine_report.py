@@ -1,4 +1,4 @@
-"""Reports what of this machine areal-gym can use, and what to type where something is missing."""
+"""Reports which parts of this machine areal-gym can use, and how to get missing ones."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Finding:
     is_ok: bool
     detail: str
     advice: str = ""
-    """What to type, or to do, when it is missing or could be better."""
+    """What to type or do if it is missing or could be better."""
     is_required: bool = False
-    """Whether nothing works without it."""
+    """Whether areal-gym cannot work without it."""
 
 
 def examine() -> Iterator[Finding]:
-    """Look at everything, one after another; slow ones (torch, the sandbox) take a second each."""
+    """Check one thing after another; the slow ones (torch, the sandbox) take a second each."""
     yield _python()
     yield from _packages("", is_required=True)
     yield from _packages("train", is_required=False)
@@ -62,7 +62,7 @@ def _python() -> Finding:
 
 
 def _packages(extra: str, *, is_required: bool) -> Iterator[Finding]:
-    """Compare what areal-gym, or one of its extras, declares with what is installed."""
+    """Compare the packages that areal-gym, or an extra, requires with those installed."""
     name = f"{_DISTRIBUTION}[{extra}]" if extra else _DISTRIBUTION
     subject = f"packages {extra}".strip()
     try:

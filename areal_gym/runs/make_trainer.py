@@ -1,4 +1,4 @@
-"""The trainer that the settings name: in this process, in processes of its own, or on Ray."""
+"""Makes the trainer of the settings: in this process, in child processes, or on Ray."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ def make_trainer(
 ) -> GroupTrainer:
     """Make the trainer of the settings, which trains on groups; end it with `close_trainer`.
 
-    It starts with the weights of the checkpoint `policy`; `initial` is the policy that the run
-    began with, when it goes on from a later one. On a `cluster`, its ranks become Ray actors.
-    Without a directory of `profiles`, none are made.
+    Args:
+        config: the run's settings.
+        policy: the checkpoint with the trainer's first weights.
+        initial: the checkpoint that the run began with, if it is resumed from another one.
+        cluster: the cluster on which the ranks become Ray actors.
+        profiles: the directory for profiles; None makes none.
 
     Raises:
         ConfigError: the settings do not fit the trainer.
@@ -46,7 +49,7 @@ def make_trainer(
     try_loss(loss, settings)
     trainer_class: Callable[..., GroupTrainer] = plugins.load("trainers", settings.id)
     teacher = vocabulary_teacher(config, initial or policy)
-    further: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+    teacher_arguments: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
     return _placed(
         *(config, cluster, trainer_class, policy, initial or policy, profiles),
         advantage=plugins.load("advantages", settings.advantage),
@@ -54,7 +57,7 @@ def make_trainer(
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         reference=(initial or policy).absolute(),
-        **further,
+        **teacher_arguments,
     )
 
 
@@ -89,7 +92,7 @@ def _placed(
     profiles: Path | None,
     **arguments: Any,
 ) -> _Trainer | RemoteTrainer:
-    """Make a trainer where the settings want it: here, in other processes, or on the cluster."""
+    """Make a trainer where the settings want it: here, in child processes, or on the cluster."""
     from areal_gym.models.backend import ModelLoader
     from areal_gym.models.device import pick_device
 

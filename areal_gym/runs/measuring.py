@@ -1,4 +1,4 @@
-"""Measures a policy with a run's settings: of an engine, or of a server that answers messages."""
+"""Measures a policy with a run's settings: an engine's, or that of an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from areal_gym.types import Trajectory
 
 @dataclass(slots=True)
 class Watch:
-    """Follows an evaluation: shows its progress, keeps its episodes, writes them down."""
+    """Follows an evaluation: shows its progress, keeps its episodes and writes them to files."""
 
     advance: Callable[..., Any] | None
     writer: EvaluationWriter | None = None
@@ -34,12 +34,12 @@ class Watch:
             self.writer.add_trajectory(trajectory)
 
     def on_sample(self, index: int, attempt: int, trajectory: Trajectory) -> None:
-        """Write a sample down."""
+        """Write a sample to the files."""
         if self.writer is not None:
             self.writer.add_sample(index, attempt, trajectory)
 
     def on_begin(self, num_samples: int) -> None:
-        """Write down how many samples there are going to be."""
+        """Write the number of expected samples to the files."""
         if self.writer is not None:
             self.trajectories += self.writer.kept.values()
             self.writer.begin(num_samples)
@@ -99,7 +99,8 @@ async def measure_texts(
 ) -> EvalReport:
     """Measure the policy of an OpenAI-compatible server: messages in and out, no tokens.
 
-    Raises ConfigError if the settings want what only tokens can give.
+    Raises:
+        ConfigError: the settings need tokens.
     """
     if config.agent.id != "chat" or set(config.engine.kwargs) - {"model"}:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The engine that the settings name, started and closed, and the renderer of its policy."""
+"""Starts and closes the engine of the settings, and makes the renderer of its policy."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _REPORT_EVERY_S = 10
 
 
 def open_renderer(config: RunConfig, policy: Path) -> Renderer:
-    """Return the renderer of `policy`, as the settings want it.
+    """Return the renderer of `policy` with the settings' options.
 
     Raises:
-        ConfigError: the tokenizer has tokens that the model does not know.
+        ConfigError: the tokenizer has tokens outside of the model's vocabulary.
     """
     renderer = Renderer.from_checkpoint(
         policy,
         template_kwargs=config.rollout.template_kwargs,
         keeps_thinking=config.rollout.thinking == "keep",
     )
-    # Control tokens beyond the vocabulary are let pass unless turns end with them: some models are
-    # published with tokens for pictures that their text part does not know.
+    # Control tokens beyond the vocabulary are accepted unless turns end with them: some models are
+    # published with tokens for images that their text part does not know.
     size = vocab_size_of(policy)
     num_tokens = getattr(renderer.tokenizer, "num_plain_tokens", 0)
     needed = max([num_tokens, *(id + 1 for id in renderer.stop_token_ids)])
@@ -55,22 +55,22 @@ def open_renderer(config: RunConfig, policy: Path) -> Renderer:
 
 
 def _engine_settings(config: RunConfig) -> EngineConfig:
-    settings, more = config.engine, dict[str, Any]()
+    settings, extra_kwargs = config.engine, dict[str, Any]()
     engine_class = registry().load("engines", settings.id)
     if settings.id == "embedded" and config.model.trust_remote_code:
-        more["trusts_code"] = True
+        extra_kwargs["trusts_code"] = True
     elif isinstance(engine_class, type) and issubclass(engine_class, ServerEngine):
         if config.cluster.rollout_workers:
-            # Servers that several processes call must make them wait by themselves.
-            more["interrupt"] = engine_class.in_place
+            # Servers that several processes call must pause requests themselves.
+            extra_kwargs["interrupt"] = engine_class.in_place
         if not settings.url:
             arguments = command_words(settings.kwargs.get("server_args"))
             if config.trainer.routing_replay:
                 arguments += engine_class.experts_flags
             if config.trainer.colocate and not _is_for_cpus(arguments):
                 arguments += engine_class.memory_flags
-            more["server_args"] = arguments
-    return settings.model_copy(update={"kwargs": {**settings.kwargs, **more}})
+            extra_kwargs["server_args"] = arguments
+    return settings.model_copy(update={"kwargs": {**settings.kwargs, **extra_kwargs}})
 
 
 def _is_for_cpus(server_args: Sequence[str]) -> bool:
@@ -94,7 +94,7 @@ def _make_engine(engine_class: Any, policy: Path, settings: EngineConfig) -> Eng
 
 
 def plugin_error(id: str, verb: str, error: Exception) -> GymError:
-    """Return the error to raise: a GymError stays; others are wrapped, with engine and cause."""
+    """Return the error to raise: a GymError unchanged, others wrapped with engine and cause."""
     if isinstance(error, GymError):
         return error
     entry = registry().get("engines", id)
@@ -112,9 +112,9 @@ async def _with_placed_servers(
 
     kwargs = dict(settings.kwargs)
     names = kwargs.keys() & {"command", "server_args", "start_timeout_s"}
-    starting = {name: kwargs.pop(name) for name in names}
+    launch_arguments = {name: kwargs.pop(name) for name in names}
     kwargs["processes"] = await place_servers(
-        cluster, policy.absolute(), num_servers, recipe=engine_class.recipe, **starting
+        cluster, policy.absolute(), num_servers, recipe=engine_class.recipe, **launch_arguments
     )
     return settings.model_copy(update={"kwargs": kwargs})
 
@@ -129,9 +129,9 @@ async def _report_start(engine_id: str, display: Display) -> None:
 async def open_engine(
     config: RunConfig, policy: Path, cluster: Cluster | None = None, display: Display | None = None
 ) -> AsyncIterator[tuple[Engine, Renderer]]:
-    """Start the engine of the settings, with `policy`'s renderer; close it on the way out.
+    """Start the engine of the settings; yield it with `policy`'s renderer, and close it at the end.
 
-    `display` shows how long the start takes: servers take a minute or more.
+    `display` shows how long the start takes, because servers take a minute or more.
     """
     renderer = open_renderer(config, policy)
     settings = _engine_settings(config)
@@ -143,7 +143,7 @@ async def open_engine(
     if not hasattr(engine_class, "from_settings"):
         raise UsageError(
             f"the engine {config.engine.id!r} cannot serve a checkpoint",
-            hints=["engine.id=embedded, engine.id=sglang and engine.id=vllm do"],
+            hints=["use engine.id=embedded, engine.id=sglang or engine.id=vllm"],
         )
     engine = _make_engine(engine_class, policy, settings)
     reporter = asyncio.create_task(_report_start(config.engine.id, display or Display()))

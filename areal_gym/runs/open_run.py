@@ -1,4 +1,4 @@
-"""Starts everything that a run needs, in order, and closes it in the opposite order."""
+"""Starts everything that a run needs, in order, and closes it in reverse order."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 
 async def open_supervised(stack: AsyncExitStack, prepared: PreparedRun) -> RunContext[Example]:
-    """Start the trainer of an objective with fixed data; the stack closes what is started.
+    """Start the trainer of an objective on fixed data; `stack` closes what is started.
 
-    A directory that exists already is changed once all has started.
+    An existing directory is changed only after everything has started.
     """
     config, policy = prepared.config, prepared.policy
     cluster, thread = await _begin(stack, prepared)
@@ -68,7 +68,7 @@ async def open_supervised(stack: AsyncExitStack, prepared: PreparedRun) -> RunCo
 
 
 async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunContext[Group]:
-    """Start trainer, engine, gateway and rollout workers; else as `open_supervised`."""
+    """Start trainer, engine, gateway and rollout workers; see `open_supervised`."""
     from areal_gym.runs.reference_row import reference_maker
     from areal_gym.trainer.update import WeightPublisher
     from areal_gym.trainer.weight_sync import make_weight_sync, takes_adapter
@@ -85,7 +85,7 @@ async def open_rollouts(stack: AsyncExitStack, prepared: PreparedRun) -> RunCont
     )
     rollout_state = _restore(stack, prepared, trainer, thread)
     gpus = await _shared_gpus(config, trainer, thread)
-    # Adapters are published beside the base weights, which servers keep.
+    # Adapters are published beside the base weights, which the servers keep.
     served = prepared.policy if config.trainer.weight_sync.id == "lora" else prepared.source
     engine, renderer = await stack.enter_async_context(
         open_engine(config, served, cluster, display)
@@ -154,19 +154,19 @@ async def _open_workers(
     *,
     has_adapters: bool,
 ) -> AsyncIterator[RolloutWorkers | None]:
-    """Start the settings' rollout workers; yield None when episodes are played in this process.
+    """Start the settings' rollout workers; yield None if episodes are played in this process.
 
-    Workers ask servers themselves, and name adapters if such are published. An engine in this
-    process is served to them from here.
+    Workers call servers directly, and name adapters if adapters are published. For an engine in
+    this process, a server is started here.
 
     Raises:
-        GymError: what a worker's environment, agent or engine raises when it is made.
-        InfrastructureError: a worker does not start.
+        GymError: a worker could not make its environment, agent or engine.
+        InfrastructureError: a worker did not start.
     """
     if cluster is None or not config.cluster.rollout_workers:
         yield None
         return
-    policy = policy.absolute()  # workers have a directory of their own
+    policy = policy.absolute()  # workers have another working directory
     async with AsyncExitStack() as stack:
         engine_class: type[ServerEngine] = SGLangEngine
         if isinstance(engine, ServerEngine):
@@ -211,7 +211,7 @@ async def _begin(
 def _restore(
     stack: AsyncExitStack, prepared: PreparedRun, trainer: Trainer[Never], thread: TrainerThread
 ) -> dict[str, Any] | None:
-    # The trainer's state is brought back, and that of the rollouts is returned.
+    # Restore the trainer, and return the state of the rollouts.
     from areal_gym.trainer.checkpoint import require_space, restore_trainer
 
     stack.callback(close_trainer, trainer)
@@ -225,19 +225,19 @@ def _restore(
 async def _shared_gpus(
     config: RunConfig, trainer: Trainer[Any], thread: TrainerThread
 ) -> SharedGpus | None:
-    """Return the turns of a trainer that has left its GPUs, where the settings want turns."""
+    """Offload the trainer from the GPUs that it shares with servers, and return them, if any."""
     from areal_gym.trainer.colocation import SharedGpus
 
     if not config.trainer.colocate:
         return None
     has_adapter = config.trainer.weight_sync.id == "lora"
     gpus = SharedGpus(trainer, thread.call, keeps_weights=has_adapter)
-    await gpus.give_to_servers()  # which measure what is free when they start
+    await gpus.give_to_servers()  # servers measure free memory when they start
     return gpus
 
 
 def _write_settings(prepared: PreparedRun) -> None:
-    # A directory that exists already is changed now that nothing can be refused any more.
+    # An existing directory is changed only now, when nothing can fail any more.
     if not prepared.directory.has_begun or prepared.is_resumed:
         prepared.begin()
 
@@ -246,12 +246,12 @@ def _announce_start(prepared: PreparedRun) -> None:
     prepared.rewind()
     config, directory = prepared.config, prepared.directory
     prepared.loggers.open(directory.loggers_dir, config, first_step=prepared.step + 1)
-    prepared.callbacks.tell("on_start", directory)
+    prepared.callbacks.call("on_start", directory)
 
 
 def _on_evaluation(prepared: PreparedRun) -> Callable[[int, Mapping[str, float]], None]:
-    def tell(step: int, metrics: Mapping[str, float]) -> None:
+    def report(step: int, metrics: Mapping[str, float]) -> None:
         prepared.loggers.log(step, metrics)
-        prepared.callbacks.tell("on_evaluation", step, metrics)
+        prepared.callbacks.call("on_evaluation", step, metrics)
 
-    return tell
+    return report

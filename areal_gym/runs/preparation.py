@@ -1,4 +1,4 @@
-"""Prepares a run before its event loop starts, and makes the first entries in its directory."""
+"""Prepares a run before its event loop starts, and writes the first files of its directory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
-    """A run before its event loop starts."""
+    """Everything about a run that is known before its event loop starts."""
 
     config: RunConfig
     directory: RunDir
@@ -47,25 +47,25 @@ class PreparedRun:
     restarts: Restarts
     loggers: Loggers
     components: Components | None
-    """None where the settings need no environment."""
+    """None if the settings need no environment."""
     policy: Path
-    """The checkpoint that the run began with; later ones get its tokenizer."""
+    """The checkpoint that the run began with; later checkpoints get its tokenizer."""
     warm_start: dict[str, Any]
     examples: tuple[list[Example], list[Example]]
-    """To train on and to measure on; empty unless the objective learns from fixed data."""
+    """Examples to train on and to measure on; empty unless the objective is on fixed data."""
     is_resumed: bool
     checkpoint: tuple[int, Path] | None
-    """Step and path of the checkpoint that the run goes on from."""
+    """Step and path of the checkpoint from which the run continues."""
     cpu_before_s: float
 
     @property
     def step(self) -> int:
-        """The number of steps that were taken before."""
+        """The number of steps taken before."""
         return 0 if self.checkpoint is None else self.checkpoint[0]
 
     @property
     def source(self) -> Path:
-        """The checkpoint whose weights the trainer starts from."""
+        """The checkpoint with the trainer's first weights."""
         return self.policy if self.checkpoint is None else self.checkpoint[1]
 
     def begin(self) -> None:
@@ -89,10 +89,10 @@ class PreparedRun:
         directory.report_start(step=self.step, steps=config.steps)
 
     def rewind(self) -> None:
-        """Forget what was recorded after the checkpoint; without one, everything."""
+        """Delete all records after the checkpoint; without a checkpoint, all records."""
         if self.is_resumed:
             self.directory.rewind(self.step)
-        # Ranks in processes of their own find the pictures of examples in the run's store only.
+        # Ranks in other processes find the examples' images only in the run's store.
         rows = (row for examples in self.examples for example in examples for row in example)
         ImageStore(self.directory.images_dir).keep(i.sha256 for row in rows for i in row.images)
         if self.checkpoint is not None:
@@ -111,8 +111,8 @@ def prepare_run(
 ) -> PreparedRun:
     """Find or make the policy, and load examples; a warm start takes a minute.
 
-    Outside of the event loop, so that an interrupt ends it at once. A new directory is written to
-    from here on; one that exists stays as it is until everything has started.
+    This happens outside of the event loop, so that an interrupt ends it at once. A new directory is
+    written to from here on; an existing one is not changed until everything has started.
     """
     cpu_before_s = cpu_s()
     is_supervised = config.objective in SUPERVISED
@@ -153,20 +153,20 @@ def prepare_run(
 
 
 def require_steps_left(config: RunConfig, directory: RunDir) -> None:
-    """Raise NothingToDoError if no step is left to resume: the summary would be overwritten."""
+    """Raise NothingToDoError if no step is left, before the summary is overwritten."""
     num_steps = int((directory.read_summary() or {}).get("num_steps", 0))
     if 0 < config.steps <= num_steps:
         raise NothingToDoError(
             f"{directory.path} has taken all of its {num_steps} steps",
             hints=[
-                f"go on: --resume --out {quoted(directory.path)} --steps {2 * num_steps}",
-                f"look: areal-gym view {quoted(directory.path)}",
+                f"train longer: --resume --out {quoted(directory.path)} --steps {2 * num_steps}",
+                f"look at it: areal-gym view {quoted(directory.path)}",
             ],
         )
 
 
 def save_settings(directory: RunDir, config: RunConfig) -> None:
-    """Write the resolved settings into a run directory, which this user thereby trusts."""
+    """Write the resolved settings into a run directory; this user trusts them from now on."""
     directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     remember_settings(config)
 
@@ -198,7 +198,7 @@ def _announce(config: RunConfig, directory: RunDir, display: Display) -> None:
 
 
 def _warn_of_contamination(config: RunConfig, components: Components, display: Display) -> None:
-    """Warn where held-out tasks are trained on; generated splits are kept apart by their seeds."""
+    """Warn if held-out tasks are trained on; seeds keep generated splits apart."""
     from areal_gym.envs.contamination import find_contamination
 
     if config.eval.num_tasks == 0:

@@ -1,8 +1,8 @@
 """Checks that engine and trainer run the same model.
 
-A few turns are sampled by the engine and scored by the trainer. When they disagree, the ratio of
-every token is wrong, and training fails silently: another model, dtype or temperature, or an
-adapter that was never loaded, shows here.
+The engine samples a few turns, and the trainer scores them. If they disagree, the ratio of every
+token is wrong and training fails silently. The causes that show here are another model, dtype or
+temperature, or an adapter that was not loaded.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from areal_gym.utils.markup import counted
 _NUM_PROMPTS = 8
 _NUM_TOKENS = 32
 _NUM_RESETS = 3
-"""A reset that fails is tried so often."""
+"""How often a failing reset is tried."""
 _PROBE = 4
-"""A stream of seeds of its own; training and evaluation have 0 to 3."""
+"""A stream of seeds; training and evaluation use 0 to 3."""
 _SHARE_OF_CLIP = 0.2
-"""A gap above this share of the clip is too much. The probe sees some hundred tokens, a run sees
-millions: the largest gap of a run is a few times that of its probe."""
+"""A gap above this share of the clip is too large. The probe sees some hundred tokens and a run
+millions, so the largest gap of a run is a few times that of its probe."""
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class LogprobGap:
     num_tokens: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.2g} in the mean, {self.max:.2g} at most, over {self.num_tokens} tokens"
+        return f"{self.mean:.2g} on average, {self.max:.2g} at most, over {self.num_tokens} tokens"
 
 
 async def probe_engine(
@@ -63,9 +63,12 @@ async def probe_engine(
     say: Callable[[str], None],
     before_scoring: Callable[[], Awaitable[None]],
 ) -> LogprobGap:
-    """Raise ConfigError unless engine and trainer are the same model, before the first step.
+    """Check before the first step that engine and trainer run the same model.
 
     `before_scoring` gives the trainer the GPUs that it shares with the engine's servers.
+
+    Raises:
+        ConfigError: they do not.
     """
     gap = await measure_gap(config, components, engine, renderer, trainer, say, before_scoring)
     require_agreement(gap, config)
@@ -87,12 +90,12 @@ async def measure_gap(
     say: Callable[[str], None] | None = None,
     before_scoring: Callable[[], Awaitable[None]] | None = None,
 ) -> LogprobGap:
-    """Sample some turns at the run's temperature, score them with the trainer's weights.
+    """Sample some turns at the run's temperature, and score them with the trainer's weights.
 
     Raises:
-        ConfigError: none of the prompts fits into the context, or experts are to be replayed that
-            the engine does not tell.
-        EnvError: the environment gives no task at all; some failed resets are only said.
+        ConfigError: no prompt fits into the context, or experts are to be replayed that the engine
+            does not report.
+        EnvError: the environment gives no task at all; a few failed resets only give a warning.
         EngineError: the engine cannot sample.
     """
     from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
@@ -138,7 +141,7 @@ async def measure_gap(
         )
     if not lengths:
         raise EnvError(
-            f"no task of {config.env.id} could be had: all of {len(failures)} resets failed, the "
+            f"{config.env.id} gave no task: all of {len(failures)} resets failed, the "
             f"first one with: {failures[0]}",
             hints=["look for the cause with: areal-gym check ENV"],
         ) from failures[0]
@@ -151,15 +154,15 @@ async def measure_gap(
 
 
 def _no_room(config: RunConfig, lengths: Sequence[int], engine: Engine) -> ConfigError:
-    more = f"give them room: engine.max_context={2 * max(lengths)}, if the model has as much"
+    hint = f"give them room: engine.max_context={2 * max(lengths)}, if the model has as much"
     if isinstance(engine, ServerEngine) and engine.max_context < config.engine.max_context:
-        more = engine.context_hint
+        hint = engine.context_hint
     return ConfigError(
         f"the first prompts in {config.env.id} have {min(lengths)} to {max(lengths)} tokens, "
-        f"and a sequence may have {engine.max_context}, what is sampled included",
+        f"and a sequence may have {engine.max_context}, including sampled tokens",
         hints=[
-            more,
-            "or take an environment, or arguments of it, with shorter prompts",
+            hint,
+            "or use an environment, or arguments of it, with shorter prompts",
         ],
     )
 
@@ -169,12 +172,12 @@ def _require_experts(rows: Sequence[TokenSequence], config: RunConfig) -> None:
         return
     flags = getattr(registry().load("engines", config.engine.id), "experts_flags", ())
     raise ConfigError(
-        f"trainer.routing_replay = true, but the engine {config.engine.id!r} does not tell which "
-        "experts it chooses",
+        f"trainer.routing_replay = true, but the engine {config.engine.id!r} does not report the "
+        "experts that it chooses",
         hints=[
             f"start the servers of engine.url with {' '.join(flags)}"
             if flags
-            else "the engines embedded and sglang tell those of mixtures of experts",
+            else "the engines embedded and sglang report those of mixtures of experts",
             "or let the trainer's router choose: trainer.routing_replay=false",
         ],
     )
@@ -182,9 +185,11 @@ def _require_experts(rows: Sequence[TokenSequence], config: RunConfig) -> None:
 
 def _gap(rows: list[TokenSequence], scores: list[Tensor]) -> LogprobGap:
     gaps = [
-        abs(theirs - ours)
+        abs(engine_logprob - trainer_logprob)
         for row, score in zip(rows, scores, strict=True)
-        for theirs, ours in zip(row.old_logprobs[-row.num_trainable :], score.tolist(), strict=True)
+        for engine_logprob, trainer_logprob in zip(
+            row.old_logprobs[-row.num_trainable :], score.tolist(), strict=True
+        )
     ]
     return LogprobGap(mean=sum(gaps) / len(gaps), max=max(gaps), num_tokens=len(gaps))
 
@@ -192,9 +197,9 @@ def _gap(rows: list[TokenSequence], scores: list[Tensor]) -> LogprobGap:
 async def first_messages(
     components: Components, seed: int, failures: list[EpisodeError]
 ) -> tuple[Sequence[Message], list[dict[str, Any]]] | None:
-    """Return the first messages and tools of a task of the split "train".
+    """Return the first messages and the tools of a task of the split "train"; None if it fails.
 
-    A reset that fails is tried again, a few times, and is added to `failures`; None if all fail.
+    A failing reset is tried a few times, and its errors are added to `failures`.
 
     Raises:
         UsageError: the environment has no such split.
@@ -217,12 +222,12 @@ async def first_messages(
 def keep_rounding_from_clips(
     max_gap: float, config: RunConfig, trainer: GroupTrainer
 ) -> str | None:
-    """Let the trainer recompute log-probabilities where the engine's rounding nears the clip.
+    """Let the trainer recompute log-probabilities if the engine's rounding is close to the clip.
 
-    Ratios against the engine's log-probabilities would be clipped although nothing has changed: a
-    clip of a token's ratio is 0.2 as a rule, that of GSPO's sequences is 3e-4, and an engine in
-    bfloat16 is off by 0.01. Only `trainer.correction.proximal = "auto"` leaves it open. Returns a
-    line for people; None where nothing changes.
+    Otherwise ratios would be clipped although the policy has not changed: the clip of a token's
+    ratio is usually 0.2, that of GSPO's sequences is 3e-4, and an engine in bfloat16 is off by
+    0.01. Changes nothing unless `trainer.correction.proximal = "auto"`. Returns a line for people,
+    or None if nothing changes.
     """
     from areal_gym.plugins import registry
     from areal_gym.trainer.algorithms.token_loss import narrowest_clip
@@ -240,7 +245,7 @@ def keep_rounding_from_clips(
 
 
 def require_agreement(gap: LogprobGap, config: RunConfig) -> None:
-    """Raise ConfigError for a gap above `engine.max_logprob_gap`: they are not the same model."""
+    """Raise ConfigError for a gap above `engine.max_logprob_gap`: the models are not the same."""
     if gap.mean <= config.engine.max_logprob_gap:
         return
     hints = [
@@ -250,11 +255,11 @@ def require_agreement(gap: LogprobGap, config: RunConfig) -> None:
     if config.engine.url:
         hints[:0] = [
             f"start the servers with the model of engine.model: {config.engine.model}",
-            "or, when they hold what an earlier run has published, let this one replace it: "
+            "or, if they hold what an earlier run has published, let this run replace it: "
             "engine.kwargs.take_over=true",
         ]
     raise ConfigError(
-        f"engine and trainer are not the same model: the log-probabilities of what the engine "
-        f"samples differ by {gap} (allowed: {config.engine.max_logprob_gap:g} in the mean)",
+        f"engine and trainer are not the same model: the log-probabilities of the tokens that the "
+        f"engine samples differ by {gap} (allowed: {config.engine.max_logprob_gap:g} on average)",
         hints=hints,
     )

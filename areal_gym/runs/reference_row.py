@@ -1,4 +1,4 @@
-"""The row by which servers are compared with the trainer after each publication."""
+"""The token row on which servers are compared with the trainer after each publication."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 _TEXT = "The quick brown fox jumps over the lazy dog. So 17 + 25 = 42, because 17 + 20 = 37."
 _MAX_TOKENS = 32
 _ROUNDED = 4.0
-"""In parts of `engine.max_logprob_gap`, which is meant for tokens that the policy has sampled.
-Low precision is further off where tokens are unlikely; wrong weights differ by 0.5 and more."""
+"""The tolerated gap in multiples of `engine.max_logprob_gap`, which is meant for tokens that the
+policy sampled. Low precision is less exact at unlikely tokens; wrong weights differ by 0.5 or more.
+"""
 _EXACT = 0.02
-"""Servers in float32 differ by less than 1e-6."""
+"""The multiple for float32, in which servers differ by less than 1e-6."""
 _UNROUNDED = frozenset({"auto", "disk", "distributed", "tensor", "lora"})
-"""Weight syncs that send weights in the trainer's type unless they are told otherwise."""
+"""Weight syncs that send weights in the trainer's type unless set otherwise."""
 
 
 def reference_maker(
@@ -26,7 +27,7 @@ def reference_maker(
 ) -> Callable[[int], ReferenceScores | None]:
     """Return a function that scores the row with the trainer's weights of a version.
 
-    It returns None for a trainer that cannot score at temperature 1, as servers do.
+    The function returns None if the trainer cannot score at temperature 1, as servers do.
     """
     token_ids = renderer.encode(_TEXT)[: min(_MAX_TOKENS, config.engine.max_context // 2)]
     row = TokenSequence(

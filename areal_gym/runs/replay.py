@@ -1,10 +1,10 @@
-"""Runs trained again from their records: no engine, no environment, no sampling.
+"""Trains runs again from their records: no engine, no environment, no sampling.
 
-A run directory holds, step by step, the trajectories that were trained on, with ids,
-log-probabilities and versions, in the order in which they were. That is all that training takes
-in, so the same settings give the same weights, bit for bit on a CPU; other settings show what they
-would have made of the same experience. `replay_refused` takes a step again that has ended a run,
-because its loss or gradient was not finite.
+A run directory holds the trajectories that each step trained on, in order, with token ids,
+log-probabilities and versions. Training reads nothing else, so the same settings give the same
+weights, bit for bit on a CPU, and other settings show what they would have made of the same
+experience. `replay_refused` repeats a step that ended a run because its loss or gradient was not
+finite.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class ReplayReport:
 
     num_steps: int
     checkpoint: str | None
-    """The run's checkpoint that the weights were compared with; None when none is left to."""
+    """The run's checkpoint that the weights were compared with; None if it was deleted."""
     max_difference: float | None
-    """Largest absolute difference of a weight; 0.0 is bit for bit."""
+    """The largest absolute difference of a weight; 0.0 means identical bits."""
     first_difference: int | None
-    """The first step whose loss, gradient norm or reward differ from the record; None if none."""
+    """The first step whose loss, gradient norm or reward differs from the record, if any."""
 
     @property
     def is_identical(self) -> bool:
-        """Whether nothing that was compared differs."""
+        """Whether nothing that was compared differed."""
         return self.first_difference is None and not self.max_difference
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,15 +62,15 @@ class ReplayReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedReport:
-    """The outcome of a refused step that was taken again."""
+    """The outcome of repeating a refused step."""
 
     step: int
     reason: str | None
-    """Why it is refused again; None when it is not."""
+    """Why the step was refused again; None if it was not."""
     loss: float | None
     grad_norm: float | None
     unscorable: tuple[str, ...]
-    """Trajectories to which the policy gives log-probabilities that are not finite."""
+    """Trajectories whose log-probabilities under the policy are not finite."""
 
     @property
     def is_finite(self) -> bool:
@@ -90,15 +90,19 @@ def replay(
     num_steps: int | None = None,
     display: Display | None = None,
 ) -> ReplayReport:
-    """Train the policy that the run in `source` started with on what it recorded.
+    """Train the initial policy of the run in `source` again on the run's records.
 
-    `config` is the run's own for a faithful replay, and `num_steps` all that were recorded. `out`
-    is a new run directory for metrics and the final checkpoint; nothing is kept without.
+    Args:
+        config: the run's own settings for a faithful replay, or others.
+        source: the run directory.
+        out: a new run directory for metrics and the final checkpoint; None keeps nothing.
+        num_steps: the number of steps; by default all that were recorded.
+        display: shows progress.
 
     Raises:
         NothingToDoError: no step was recorded.
-        DataError: the trajectories of a step are gone.
-        UsageError: it learned from fixed data.
+        DataError: the trajectories of a step are missing.
+        UsageError: the run trained on fixed data.
         ConfigError: the initial policy is not the one that the run started with.
     """
     registry().get("trainers", config.trainer.id).require_installed()
@@ -141,13 +145,13 @@ def replay(
 def replay_refused(
     config: RunConfig, source: Path, *, display: Display | None = None
 ) -> RefusedReport:
-    """Take the step again for which `source` kept the batch, from the checkpoint before it.
+    """Repeat the step that ended the run in `source`, from the checkpoint before it.
 
-    With the run's own settings it is refused again; others show what would help.
+    With the run's own settings it is refused again; other settings may show what helps.
 
     Raises:
         NothingToDoError: no step was refused.
-        UsageError: the checkpoint before that step is gone.
+        UsageError: the checkpoint before that step is missing.
     """
     registry().get("trainers", config.trainer.id).require_installed()
     from areal_gym.trainer.checkpoint import checkpoint_of, require_whole, restore_trainer
@@ -155,7 +159,7 @@ def replay_refused(
     run = RunDir(source)
     refused = run.read_refused()
     if refused is None:
-        raise NothingToDoError(f"{source} has refused no step: there is nothing to take again")
+        raise NothingToDoError(f"{source} has refused no step: there is nothing to repeat")
     step, groups = refused
     config, policy = _start_of(config, run, display or Display())
     before = policy
@@ -176,16 +180,16 @@ def _start_of(config: RunConfig, run: RunDir, display: Display) -> tuple[RunConf
     """Return settings that train in this process, and the policy that the run started with."""
     import torch
 
-    # There is nothing to overlap with here.
+    # There are no rollouts to overlap with.
     settings = config.trainer.model_copy(update={"runs_in": "thread"})
     config = config.model_copy(update={"trainer": settings})
     components = None
-    if config.engine.model == "starter":  # its key in the cache has the environment's arguments
+    if config.engine.model == "starter":  # its cache key has the environment's arguments
         # No episode is played, so the run's agent need not be installed.
         components = Components.of(config.model_copy(update={"agent": AgentConfig()}))
     policy, _ = policy_directory(config, components, display)
     require_same_start(run, policy)
-    # As training does: the number of threads decides in which order sums are added up.
+    # As in training, because the number of threads decides the order of summation.
     torch.set_num_threads(config.trainer.num_threads)
     return config, policy
 
@@ -198,11 +202,11 @@ def _train_again(
     for step in steps:
         groups = run.read_groups(step)
         if not groups:
-            before = [f"what comes before: --steps {row['step']}" for row in rows[-1:]]
+            hints = [f"replay the steps before it: --steps {row['step']}" for row in rows[-1:]]
             raise DataError(
                 f"{run.path} has lost the trajectories of step {step}: "
                 "there is nothing to train on",
-                hints=[f"they belong into {run.trajectories_dir}", *before],
+                hints=[f"they belong in {run.trajectories_dir}", *hints],
             )
         metrics = trainer.step(groups, step - 1)
         rows.append({"step": step, **metrics})
@@ -211,11 +215,11 @@ def _train_again(
 
 
 def _agree(metrics: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
-    def same(ours: float, theirs: float | None) -> bool:
-        # JSON has no NaN; the record holds null in its place.
-        return ours == theirs or (theirs is None and not math.isfinite(ours))
+    def is_same(value: float, recorded_value: float | None) -> bool:
+        # JSON has no NaN: the record has null instead.
+        return value == recorded_value or (recorded_value is None and not math.isfinite(value))
 
-    return all(same(metrics[key], recorded[key]) for key in _COMPARED if key in recorded)
+    return all(is_same(metrics[key], recorded[key]) for key in _COMPARED if key in recorded)
 
 
 def _largest_difference(trainer: GroupTrainer, checkpoint: Path) -> float:
@@ -227,9 +231,9 @@ def _largest_difference(trainer: GroupTrainer, checkpoint: Path) -> float:
         files = [stack.enter_context(safe_open(f, "pt")) for f in weight_files(checkpoint)]
         file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         largest = 0.0
-        for name, ours in trainer.weights():
-            theirs = file_of[name].get_tensor(name)
-            gap = ours.cpu().to(theirs.dtype) - theirs  # a checkpoint's files may be rounded
+        for name, trained in trainer.weights():
+            saved = file_of[name].get_tensor(name)
+            gap = trained.cpu().to(saved.dtype) - saved  # a checkpoint's files may be rounded
             largest = max(largest, float(gap.abs().max()))
         return largest
 

@@ -1,7 +1,7 @@
-"""Runs that go on by themselves when one of the trainer's processes has died.
+"""Continues runs by itself after one of the trainer's processes has died.
 
-The ranks that are left cannot go on without the dead one's shard: all are ended, and the run starts
-again from its newest checkpoint, in the same process and directory, as `--resume` would.
+The remaining ranks cannot continue without the dead rank's shard. They are ended, and the run
+starts again from its newest checkpoint, in the same process and directory, as with `--resume`.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from areal_gym.runs.run_display import Display
 from areal_gym.utils.markup import counted
 
 RESTARTED = "incidents/restarted_trainers"
-"""The metric of a step's row: how often the trainer was restarted since the row before."""
+"""A metric in a step's row: how often the trainer was restarted since the previous row."""
 
 
 @dataclass(slots=True)
 class Restarts:
-    """Starts a run again after the death of a rank, and gives up when that does not help."""
+    """Restarts a run after the death of a rank, and gives up if that does not help."""
 
     limit: int
     """`trainer.max_restarts`."""
     _in_a_row: int = 0
     _checkpoint_step: int | None = None
-    """The newest checkpoint's step at the restart before."""
+    """The step of the newest checkpoint at the previous restart."""
     _has_trained: bool = False
     _rows: list[int | None] = field(default_factory=list)
-    """For each restart, the step whose row counts it; None until there is one."""
+    """For each restart, the step whose row counts it; None until that row exists."""
 
     def count_in(self, step: int) -> int:
-        """Return how many restarts there were since the row before this step's."""
+        """Return how many restarts happened since the row before this step's."""
         self._has_trained = True
         self._rows = [step if row is None else row for row in self._rows]
         return self._rows.count(step)
 
     def begin(self, error: LostRankError, directory: RunDir, display: Display) -> bool:
-        """Announce a restart after the error and return whether the directory is resumed.
+        """Announce a restart after the error; return whether the directory is resumed.
 
         Raises:
-            LostRankError: the error, if the run is not to be started again: it has taken no step
-                yet, or has been restarted too often without a new checkpoint.
+            LostRankError: the run must not be restarted: it has taken no step yet, or was restarted
+                too often without a new checkpoint.
         """
         from areal_gym.trainer.checkpoint import latest_checkpoint
 
@@ -52,11 +52,11 @@ class Restarts:
         if not (self._has_trained or checkpoint) or self._in_a_row >= self.limit:
             raise self._last(error)
         self._in_a_row += 1
-        # Rows after the checkpoint are forgotten; what they have counted is told by the next one.
+        # Rows after the checkpoint are deleted; the restarts that they counted go into the next.
         self._rows = [row if row is not None and row <= step else None for row in self._rows]
         self._rows.append(None)
         line = (
-            f"{error}: going on from "
+            f"{error}: continuing from "
             + (f"the checkpoint of step {step}" if checkpoint else "the beginning")
             + f" (restart {self._in_a_row} of {self.limit} without a new checkpoint)"
         )

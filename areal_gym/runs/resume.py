@@ -1,4 +1,4 @@
-"""Compares the settings of a resumed run: which may change silently, with a warning, or never."""
+"""Compares the settings of a resumed run: some may change silently, others warn or are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.utils.markup import short
 
 SILENT = (
-    # How far it goes, what is kept and shown of it.
+    # How long the run is, and what is kept and shown of it.
     *("steps", "eval.every", "trainer.save_every", "trainer.keep_checkpoints", "loggers"),
     # Where and how fast it is computed.
     *("cluster", "gateway", "engine.device", "engine.kwargs", "engine.num_slots"),
@@ -20,12 +20,12 @@ SILENT = (
     "trainer.weight_sync",
     *("rollout.episode_timeout_s", "rollout.max_failure_rate", "rollout.max_in_flight"),
     "rollout.max_retries",
-    # The weights that the run began with are compared by their hash, wherever they lie.
+    # The initial weights are compared by their hash, wherever they are.
     "engine.model",
 )
-"""Settings that do not change what the run means; nothing is said when they differ."""
+"""Settings that do not change the meaning of the run; they may differ silently."""
 NEVER = ("objective", "seed", "deterministic")
-"""Settings with which it would not be the same run; another value is refused."""
+"""Settings that define the run; another value is refused."""
 
 
 def require_resumable(directory: RunDir, config: RunConfig) -> list[str]:
@@ -37,35 +37,37 @@ def require_resumable(directory: RunDir, config: RunConfig) -> list[str]:
     changed = changed_settings(before, config)
     refused = {key: pair for key, pair in changed.items() if _is_under(key, NEVER)}
     if refused:
-        words = "; ".join(f"{key} = {old!r}, not {new!r}" for key, (old, new) in refused.items())
+        values = "; ".join(f"{key} = {old!r}, not {new!r}" for key, (old, new) in refused.items())
         key, (old, _) = next(iter(refused.items()))
         raise ConfigError(
-            f"the run in {directory.path} has {words}: with another value it is another run",
+            f"the run in {directory.path} has {values}: with another value it is another run",
             hints=[
-                f"go on with the run as it is: {key}={old}",
+                f"continue the run with its own value: {key}={old}",
                 "or begin another run in another directory, with --out",
             ],
         )
-    loud = {key: pair for key, pair in changed.items() if not _is_under(key, SILENT)}
-    changes = (f"{key} {short(old, 40)} -> {short(new, 40)}" for key, (old, new) in loud.items())
+    reported = {key: pair for key, pair in changed.items() if not _is_under(key, SILENT)}
+    changes = (
+        f"{key} {short(old, 40)} -> {short(new, 40)}" for key, (old, new) in reported.items()
+    )
     warning = f"warning: resumed with other settings than before: {'; '.join(changes)}"
-    return ([warning] if loud else []) + _schedule_warnings(before, config)
+    return ([warning] if reported else []) + _schedule_warnings(before, config)
 
 
 def _schedule_warnings(before: RunConfig, now: RunConfig) -> list[str]:
-    """Warn where another number of steps stretches or shortens the learning rate's course."""
+    """Warn if another number of steps stretches or shortens the learning rate's schedule."""
     schedule = now.trainer.lr_schedule
     if schedule.id == "constant" or schedule.steps is not None or before.steps == now.steps:
         return []
     return [
         f"warning: trainer.lr_schedule = {schedule.id!r} now ends at step {now.steps}, not at step "
-        f"{before.steps}: the learning rate goes on where a run of {now.steps} steps has it "
-        f"(trainer.lr_schedule.steps={before.steps} keeps the old course and then stays at its end)"
+        f"{before.steps}: the learning rate continues where a run of {now.steps} steps has it "
+        f"(trainer.lr_schedule.steps={before.steps} keeps the old schedule, then stays at its end)"
     ]
 
 
 def changed_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[object, object]]:
-    """Return the settings that differ, by dotted key, with both values."""
+    """Return the settings that differ, by dotted key, with old and new value."""
     old, new = (dict(flat(config.model_dump(mode="json"))) for config in (before, now))
     return {
         key: (old.get(key), new.get(key))

@@ -1,4 +1,4 @@
-"""Tries the user's reward functions on a few real rows, before anything is waited for."""
+"""Tries the user's reward functions on a few real rows before anything slow begins."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ _TIME_LIMIT_S = 10.0
 
 
 async def try_rewards(components: Components, split: str, say: Callable[[str], None]) -> None:
-    """Score plausible answers to the first rows of a split by the user's own functions.
+    """Score plausible answers to the first rows of a split with the user's own functions.
 
-    A function that scores one of them is called once. Built-in rewards are not called: a judge
-    costs money, and their arguments have been checked.
-
-    With tools a warning is all that a failure gives, because no tool has been called.
+    A function is called until it has scored one answer. Built-in rewards are not called: their
+    arguments have been checked, and a judge costs money. In an environment with tools, a failure is
+    only a warning, because no tool has been called.
 
     Raises:
-        EnvError: no answer can be scored; with the first reason.
+        EnvError: no answer could be scored; the message has the first reason.
     """
     env = components.make_env()
     try:
@@ -39,10 +38,10 @@ async def try_rewards(components: Components, split: str, say: Callable[[str], N
             except EpisodeError as error:
                 failures.append(error)
             except TimeoutError:
-                own = [reward for reward in env.rewards if not reward.never_blocks]
-                limit_s = max(reward.timeout_s for reward in own)
+                slow = [reward for reward in env.rewards if not reward.never_blocks]
+                limit_s = max(reward.timeout_s for reward in slow)
                 say(
-                    f"warning: {' and '.join(map(str, own))} took more than {_TIME_LIMIT_S:g} s "
+                    f"warning: {' and '.join(map(str, slow))} took more than {_TIME_LIMIT_S:g} s "
                     f"for an answer to {env.place_of(task)}; after {limit_s:g} s (timeout_s) a "
                     "call is given up, and its episode is in no batch"
                 )

@@ -1,4 +1,4 @@
-"""Policies of fixed roles: the environment's own, a chat server's, or a checkpoint's."""
+"""Policies of fixed roles: the environment's own, a chat server, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from areal_gym.utils.per_loop import PerLoop
 
 
 class GoldPolicy:
-    """Plays as the environment's gold policy."""
+    """Plays the environment's gold actions."""
 
     async def answer(self, env: TextEnv, seed: int) -> str:
         """Return the gold action."""
@@ -38,7 +38,7 @@ class GoldPolicy:
 
 
 class NoopPolicy:
-    """Plays as the environment's noop policy."""
+    """Plays the environment's noop actions."""
 
     async def answer(self, env: TextEnv, seed: int) -> str:
         """Return the noop action."""
@@ -47,10 +47,10 @@ class NoopPolicy:
 
 @dataclass(slots=True)
 class ServerPolicy:
-    """Asks an OpenAI-compatible chat server.
+    """Calls an OpenAI-compatible chat server.
 
-    `?model=NAME` at the end of the URL names the model; without it, the server has to have one
-    only.
+    `?model=NAME` at the end of the URL names the model; without it, the server must have exactly
+    one.
     """
 
     url: str
@@ -66,10 +66,10 @@ class ServerPolicy:
         )
 
     async def answer(self, env: TextEnv, seed: int) -> str:
-        """Return the text of the server's answer; it is given no tools.
+        """Return the text of the server's answer; the server gets no tools.
 
         Raises:
-            EngineUnreachableError: there was no connection.
+            EngineUnreachableError: the connection failed.
             EngineError: the server gave no answer.
         """
         messages = [
@@ -81,9 +81,9 @@ class ServerPolicy:
             return (await self._client.complete(messages, model=self._model)).text
         except EnvError as error:  # the client's other users are environments
             is_down = isinstance(error, EnvUnreachableError)
-            kind = EngineUnreachableError if is_down else EngineError
+            error_class = EngineUnreachableError if is_down else EngineError
             message = f"the role {env.role} is played by a server: {error.message}"
-            raise kind(message, hints=error.hints) from error
+            raise error_class(message, hints=error.hints) from error
 
     async def _only_model(self) -> str:
         names = await self._client.models()
@@ -95,7 +95,7 @@ class ServerPolicy:
 
 @dataclass(slots=True)
 class _Sampler:
-    """An engine of a checkpoint, which is started by the first that needs it."""
+    """A checkpoint's engine, which is started when it is first needed."""
 
     engine: Engine
     renderer: Renderer
@@ -117,14 +117,14 @@ _samplers: PerLoop[_Sampler] = PerLoop(_Sampler.aclose)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """Samples a checkpoint with an embedded engine of its own; each process loads it once."""
+    """Samples from a checkpoint with its own embedded engine; each process loads it once."""
 
     directory: Path
     params: SamplingParams
     settings: EngineConfig
 
     async def answer(self, env: TextEnv, seed: int) -> str:
-        """Return the text of a sampled answer; it is encoded anew, because it is not trained on."""
+        """Return a sampled answer as text; its ids are not kept, because it is not trained on."""
         sampler = _samplers.get(self._make, f"{self.directory} {self.settings.max_context}")
         await sampler.start()
         renderer = sampler.renderer
@@ -154,11 +154,11 @@ class CheckpointPolicy:
 def make_fixed_roles(
     fixed: Mapping[str, str], env: TextEnv, config: RunConfig, key: str
 ) -> dict[str, RolePolicy]:
-    """Return the policies of the fixed roles of a run, by role; `key` names the setting.
+    """Return the policies of a run's fixed roles, by role; `key` names the setting in errors.
 
     Raises:
-        ConfigError: the environment has no such role, no role is left for the policy, or there is
-            no such checkpoint.
+        ConfigError: the environment has no such role, no role is left for the policy, or the
+            checkpoint does not exist.
     """
     for role in fixed:
         if role not in env.roles:
@@ -172,25 +172,25 @@ def make_fixed_roles(
             f"{key} fixes all roles of {config.env.id}: none is left for the policy",
             hints=[f"leave one out: {', '.join(env.roles)}"],
         )
-    return {role: _policy_of(given, config, f"{key}.{role}") for role, given in fixed.items()}
+    return {role: _policy_of(name, config, f"{key}.{role}") for role, name in fixed.items()}
 
 
-def _policy_of(given: str, config: RunConfig, key: str) -> RolePolicy:
-    if given == "gold":
+def _policy_of(name: str, config: RunConfig, key: str) -> RolePolicy:
+    if name == "gold":
         return GoldPolicy()
-    if given == "noop":
+    if name == "noop":
         return NoopPolicy()
     rollout = config.rollout
     params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
-    if "://" in given:
-        return ServerPolicy(given, params)
-    directory = Path(given)
+    if "://" in name:
+        return ServerPolicy(name, params)
+    directory = Path(name)
     best = directory / "checkpoints" / "best"
     if not (directory / "config.json").exists() and (best / "config.json").exists():
         directory = best
     if not (directory / "config.json").exists():
         raise ConfigError(
-            f"{key} = {given!r} is no policy",
+            f"{key} = {name!r} is not a policy",
             hints=[
                 "gold or noop, http://HOST:PORT/v1, a checkpoint's directory or a run's",
                 *path_hints(directory),

@@ -1,4 +1,4 @@
-"""Batches from rollouts, and what is recorded of each: metrics, trajectories, incidents."""
+"""Batches from rollouts, and the records of each: metrics, trajectories, incidents."""
 
 from __future__ import annotations
 
@@ -36,10 +36,16 @@ if TYPE_CHECKING:
 
 
 class RolloutBatches(BatchStream[Group]):
-    """Runs episodes while it is open, and hands out groups, which a teacher may `annotate`.
+    """Plays episodes while it is open, and returns groups as batches.
 
-    `episode_runner` runs episodes in other processes; None runs them here. `state` is what the
-    checkpoint knew of the tasks to come.
+    Args:
+        prepared: the run.
+        setup: environment, agent, engine and renderer of the episodes.
+        trainer: trains on the batches.
+        publisher: publishes weights to servers that come back.
+        annotate: adds a teacher's log-probabilities, or other values, to the groups.
+        episode_runner: plays episodes in other processes; None plays them here.
+        state: the rollouts' state in the checkpoint from which the run continues.
     """
 
     guard: DivergenceGuard
@@ -91,19 +97,19 @@ class RolloutBatches(BatchStream[Group]):
 
     def _open_journal(self) -> BackgroundJournal | None:
         if self._prepared.config.deterministic:
-            # To the last bit, groups depend on what was sampled beside them: they must be played.
+            # Episodes depend on what was sampled beside them, to the last bit: all must be played.
             return None
         journal = BackgroundJournal(self._prepared.directory.journal_file)
         if journal.num_torn:
             self._prepared.display.say(
-                f"{journal.file.name}: {journal.num_torn} bytes that a crash has torn are cut off, "
-                "and kept beside it"
+                f"{journal.file.name}: {journal.num_torn} bytes of an unfinished line, left by a "
+                "crash, are moved to a file beside it"
             )
         return journal
 
     async def __aenter__(self) -> Self:
         prepared, runner = self._prepared, self._runner
-        if prepared.config.deterministic:  # what the engine has cached so far came in any order
+        if prepared.config.deterministic:  # empties the engine's cache, whose order is arbitrary
             await self._publisher.publish(self._first_step - 1)
         async with AsyncExitStack() as stack:
             stack.callback(relax_garbage_collection())
@@ -120,7 +126,7 @@ class RolloutBatches(BatchStream[Group]):
         await self._open.aclose()
 
     async def next_batch(self, version: int) -> Sequence[Group]:
-        """Return the next groups, with the teacher's log-probabilities where there is one."""
+        """Return the next groups, annotated if the run has a teacher."""
         return await self._publisher.publish_while(self._next_groups(), version)
 
     async def _next_groups(self) -> Sequence[Group]:
@@ -130,7 +136,7 @@ class RolloutBatches(BatchStream[Group]):
     def metrics(self, step: int, batch: Sequence[Group], row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the metrics of rollouts, engine, loggers, incidents and guard."""
         stats = self._runner.stats()
-        more: dict[str, Any] = {
+        rollout_metrics: dict[str, Any] = {
             "rollout/tokens_per_s": row["rollout/tokens"] / row["time/step_s"],
             **batch_metrics(batch, step - 1),
             **self._times.measure(stats, row),
@@ -139,11 +145,11 @@ class RolloutBatches(BatchStream[Group]):
             **self._newest.take(),
             "memory/rss_mb": rss_mb(),
         }
-        more |= self._incidents.count({**row, **more})
-        return more | self.guard.observe({**row, **more})
+        rollout_metrics |= self._incidents.count({**row, **rollout_metrics})
+        return rollout_metrics | self.guard.observe({**row, **rollout_metrics})
 
     async def save(self, step: int, batch: Sequence[Group]) -> Sequence[Group]:
-        """Begin to write the trajectories, and what the trainer made of their tokens."""
+        """Start to write the trajectories, with the trainer's values for their tokens."""
         trained = await asyncio.to_thread(self._trainer.trained_tokens)
         await self._writer.write(partial(self._write, step, trained, batch))
         return batch
@@ -156,49 +162,49 @@ class RolloutBatches(BatchStream[Group]):
         directory.save_trajectories((t for group in batch for t in group), name=step)
 
     def finish_saving(self) -> None:
-        """Block until trajectories and the journal's lines are on the disk."""
+        """Block until the trajectories and the journal's lines are on disk."""
         self._writer.finish()
         if self._journal is not None:
             self._journal.finish()
 
     async def after_record(self, step: int) -> None:
-        """Note the sandboxes: by the first step the episodes have used those that they use."""
+        """Record the sandboxes after the first step, when episodes have started them."""
         if step == self._first_step:
             reports = [asdict(report) for report in await shared_reports()]
             if reports:
                 self._prepared.directory.add_provenance(sandboxes=reports)
 
     def refuse(self, error: NotFiniteError, step: int, batch: Sequence[Group]) -> NotFiniteError:
-        """Keep the batch, so that the step can be taken again."""
+        """Keep the batch, so that the step can be repeated (`areal-gym replay --refused`)."""
         directory = self._prepared.directory
         file = directory.save_refused((t for group in batch for t in group), step)
         return NotFiniteError(
             f"step {step}: {error.message}",
             hints=[
                 f"the batch is in {file}",
-                f"take the step again: areal-gym replay {quoted(directory.path)} --refused",
+                f"repeat the step: areal-gym replay {quoted(directory.path)} --refused",
                 *error.hints,
             ],
         )
 
     def state(self) -> Mapping[str, Any]:
-        """Return which tasks come next."""
+        """Return the state of rollouts: which groups are settled, and which come next."""
         return self._runner.state()
 
     def on_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Let the journal forget what this checkpoint holds."""
+        """Let the journal delete the groups that this checkpoint has settled."""
         if self._journal is not None:
             self._journal.checkpoint(state)
 
     def close(self) -> None:
-        """Close the journal, once everything is written."""
+        """Close the journal after everything is written."""
         self._writer.close()
         if self._journal is not None:
             self._journal.close()
 
 
 def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
-    """Counts since the start (of this process, after a resume)."""
+    """Return counts since the start of this process."""
     counts: dict[str, float] = {
         "rollout/failed_groups": stats.num_groups_failed,
         "rollout/stale_groups": stats.num_groups_stale,
@@ -217,8 +223,8 @@ def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
         if reason.is_failure:
             counts[f"rollout/failures/{reason}"] = stats.num_failures.get(reason, 0)
     if isinstance(engine, CountingEngine) and is_dataclass(engine.stats):
-        for each in fields(engine.stats):
-            counts[f"engine/{each.name}"] = getattr(engine.stats, each.name)
+        for field in fields(engine.stats):
+            counts[f"engine/{field.name}"] = getattr(engine.stats, field.name)
     return {name: float(value) for name, value in counts.items()}
 
 
@@ -226,20 +232,20 @@ def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
 class StepTimes:
     """Turns two snapshots of the runner, and the trainer's times, into a step's metrics.
 
-        T_train   the trainer's own time: what a step would take if batches were always there
-        T_gen     what a batch would take if nothing ever kept episodes waiting to start:
+        T_train   the trainer's own time: how long a step takes if a batch is always ready
+        T_gen     how long a batch takes if no episode ever waits to start:
                   episode-seconds played during the step / episodes that may be in flight
         overlap efficiency = max(T_gen, T_train) / the step's wall time
 
-    At 1 the slower of the two works all the time, and the other one hides behind it. A synchronous
-    run adds them up, and waits for its slowest episode besides.
+    At 1, the slower of the two works all the time and hides the other. A synchronous run adds the
+    two up, and also waits for its slowest episode.
     """
 
     max_in_flight: int
     before: RolloutStats
 
     def measure(self, now: RolloutStats, metrics: Mapping[str, float]) -> dict[str, float | str]:
-        """Return the metrics of the step that has ended, from the runner's counters `now`.
+        """Return the metrics of the step that has ended; `now` has the runner's counters.
 
         `metrics` has the trainer's `time/step_s`, `time/wait_s`, `time/train_s` and
         `time/publish_s`.

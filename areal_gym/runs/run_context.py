@@ -1,4 +1,4 @@
-"""A run whose components have all started: what each phase of a step does."""
+"""A run whose components have all started, with the phases of a step."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _Item = TypeVar("_Item")
 
 
 class BatchStream(ABC, Generic[_Item]):
-    """The run's side of a `BatchSource`: what is recorded, kept and watched beside its batches.
+    """Supplies a run's batches, and handles what is recorded, kept and watched beside them.
 
-    An async context manager: batches are made inside of it.
+    It is an async context manager, inside of which batches are made.
     """
 
     async def __aenter__(self) -> Self:
@@ -40,61 +40,61 @@ class BatchStream(ABC, Generic[_Item]):
 
     @abstractmethod
     async def next_batch(self, version: int) -> Sequence[_Item]:
-        """Return the next batch to train on, which makes the weights of `version + 1`."""
+        """Return the next batch; training on it makes the weights of `version + 1`."""
 
     def metrics(self, step: int, batch: Sequence[_Item], row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is added to the step's row, which has the trainer's metrics."""
+        """Return metrics to add to the step's row, which has the trainer's metrics already."""
         return {}
 
     async def save(self, step: int, batch: Sequence[_Item]) -> Sequence[Group]:
-        """Begin to write down what was trained on; returns its groups, for callbacks.
+        """Start to write what was trained on; return its groups, for callbacks.
 
         Raises:
-            TrainError: what was begun before could not be written.
+            TrainError: an earlier write has failed.
         """
         return ()
 
     def finish_saving(self) -> None:
-        """Block until what `save` has begun is on the disk; raises as `save` does."""
+        """Block until everything that `save` started is on disk; raises as `save` does."""
 
     async def after_record(self, step: int) -> None:
-        """Do what may take time; nothing of the step is lost when it is cancelled."""
+        """Do slow work after a step; if it is cancelled, nothing of the step is lost."""
 
     def refuse(self, error: NotFiniteError, step: int, batch: Sequence[_Item]) -> NotFiniteError:
-        """Return what to raise when the trainer could not take the step."""
+        """Return the error to raise when the trainer could not take the step."""
         return error
 
     def state(self) -> Mapping[str, Any]:
-        """Return what a checkpoint keeps, so that a resumed run goes on with the next batch."""
+        """Return the state for a checkpoint, from which a resumed run continues."""
         return {}
 
     def on_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Take note that a checkpoint with this state is on the disk."""
+        """React to a checkpoint with this state, which is on disk."""
 
     guard: DivergenceGuard | None = None
-    """Judges each step's metrics; None where nothing can diverge."""
+    """Judges each step's metrics; None if nothing can diverge."""
 
     def close(self) -> None:
-        """Close files, once the last checkpoint is written."""
+        """Close files after the last checkpoint is written."""
 
 
 class RunEvaluations(Protocol):
-    """A run's evaluations: before training, on a schedule, at the end; each step once."""
+    """A run's evaluations: before training, on a schedule, and at the end; each step once."""
 
     async def measure_start(self, step: int) -> None:
-        """Evaluate the policy before anything is trained, unless that is on record."""
+        """Evaluate the policy before training, unless that is recorded."""
 
     async def measure_end(self, step: int) -> None:
-        """Evaluate the policy after training, unless that is on record."""
+        """Evaluate the policy after training, unless that is recorded."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether the settings want an evaluation at this step that is not on record."""
+        """Return whether the settings ask for an evaluation at this step that is not recorded."""
 
     async def begin(self, step: int) -> None:
-        """Evaluate the policy as it is now; return when training may go on."""
+        """Evaluate the current policy; return when training may continue."""
 
     def scores(self) -> Mapping[int, float | tuple[float, ...] | None]:
-        """Return how good each evaluated policy is (more is better), None while it is measured."""
+        """Return each policy's score by step (more is better); None while it is measured."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,12 +105,12 @@ class RunContext(Generic[_Item]):
     trainer: Trainer[_Item]
     trainer_thread: TrainerThread
     publisher: WeightPublisher | None
-    """None for fixed data: no engine samples."""
+    """None for objectives on fixed data, for which no engine samples."""
     evaluations: RunEvaluations
     make_batches: Callable[[], BatchStream[_Item]]
     """Called when training begins."""
     step: int
-    """The number of steps that were taken."""
+    """The number of steps taken."""
     train_s: float = 0.0
     _batches: BatchStream[_Item] = field(init=False)
     _saver: Saver = field(init=False)
@@ -118,15 +118,15 @@ class RunContext(Generic[_Item]):
     _wait_s: float = field(init=False)
 
     def remaining_steps(self) -> range:
-        """Return the numbers of the steps to take; StopTraining if a callback wants none."""
+        """Return the steps to take; raise StopTraining if a callback wants none."""
         self.prepared.callbacks.raise_if_stopped()
         return range(self.step + 1, self.prepared.config.steps + 1)
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Make batches inside; on the way out, save what was learned, whatever ends it.
+        """Make batches inside of the context; on the way out, save the policy, whatever ends it.
 
-        A callback's wish to stop ends it without an error.
+        A callback that stops training ends the context without an error.
         """
         display, directory = self.prepared.display, self.prepared.directory
         display.phase("train", self.prepared.config.steps)
@@ -142,7 +142,7 @@ class RunContext(Generic[_Item]):
             display.say(f"stopped after step {self.step}, as a callback wanted: {stop}")
             self._saver.save_now(self.step)
             self._batches.finish_saving()
-        except LostRankError:  # what it has learned since the newest checkpoint is lost
+        except LostRankError:  # the steps since the newest checkpoint are lost
             raise
         except (asyncio.CancelledError, Exception) as error:
             if self.step:
@@ -161,14 +161,14 @@ class RunContext(Generic[_Item]):
         self.train_s = time.perf_counter() - start_s
 
     async def next_batch(self) -> Sequence[_Item]:
-        """Return the next batch."""
+        """Return the next batch, and measure how long the trainer waited for it."""
         self._begin_s = time.perf_counter()
         batch = await self._batches.next_batch(self.step)
         self._wait_s = time.perf_counter() - self._begin_s
         return batch
 
     async def train_on(self, batch: Sequence[_Item], step: int) -> dict[str, float]:
-        """Take the optimizer step, in the trainer's thread, and return its metrics."""
+        """Take the optimizer step in the trainer's thread, and return its metrics."""
         if self.publisher is not None:
             await self.publisher.begin_step()
         try:
@@ -177,7 +177,7 @@ class RunContext(Generic[_Item]):
             raise self._batches.refuse(error, step, batch) from error
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Bring the new weights to the engine, and return how long that took."""
+        """Publish the new weights to the engine, and return how long that took."""
         if self.publisher is None:
             return {}
         begin_s = time.perf_counter()
@@ -185,7 +185,7 @@ class RunContext(Generic[_Item]):
         return {"time/publish_s": time.perf_counter() - begin_s}
 
     async def record(self, step: int, batch: Sequence[_Item], metrics: dict[str, float]) -> None:
-        """Write down the step and tell everyone; a thread writes what is large."""
+        """Record the step, and inform loggers, display and callbacks; a thread writes files."""
         self.step = step
         row: dict[str, Any] = {"step": step, **metrics}
         row[RESTARTED] = float(self.prepared.restarts.count_in(step))
@@ -198,10 +198,12 @@ class RunContext(Generic[_Item]):
         groups = await self._batches.save(step, batch)
         prepared.loggers.log(step, row)
         prepared.display.step(step, prepared.config.steps, row)
-        prepared.callbacks.tell("on_step", step, row, groups)
+        prepared.callbacks.call("on_step", step, row, groups)
 
     async def checkpoint_and_evaluate(self, step: int) -> None:
-        """Do what the schedule wants after a step; its first wait raises a cancellation.
+        """Save and evaluate after a step if the schedule says so.
+
+        A pending cancellation is raised at the beginning, before anything is saved.
 
         Raises:
             StopTraining: a callback wants the run to end.
@@ -212,7 +214,7 @@ class RunContext(Generic[_Item]):
         config, guard = self.prepared.config, self._batches.guard
         every = config.trainer.save_every
         if (every and step % every == 0) or (guard is not None and guard.wants_checkpoint):
-            # A run that resumes at a checkpoint has the trajectories up to it.
+            # Written first, so that a run resumed from the checkpoint has its trajectories.
             await asyncio.to_thread(self._batches.finish_saving)
             await self._saver.save(step)
         if self.evaluations.is_due(step) and step < config.steps:
@@ -223,9 +225,9 @@ class RunContext(Generic[_Item]):
             guard.raise_if_diverged()
 
     def keep_checkpoints(self, *, protects: bool = False) -> str | None:
-        """Delete the checkpoints that are not to be kept, and return the best one's name.
+        """Delete checkpoints that are not to be kept, and return the best one's name.
 
-        While the run goes on, it `protects` the last good one of a policy that may diverge.
+        If `protects`, the last good checkpoint of a policy that may diverge is kept, too.
         """
         from areal_gym.trainer.checkpoint import keep_checkpoints
 
@@ -242,7 +244,7 @@ class RunContext(Generic[_Item]):
 
         def on_saved(step: int, state: Mapping[str, Any]) -> None:
             self._batches.on_checkpoint(state)
-            self.prepared.callbacks.tell("on_checkpoint", step, directory.checkpoint(step))
+            self.prepared.callbacks.call("on_checkpoint", step, directory.checkpoint(step))
 
         return Saver(
             self.trainer,

@@ -7,16 +7,16 @@ from typing import Any
 
 
 class Display:
-    """Shows the progress of a run. This one shows nothing: for scripts and tests.
+    """Shows the progress of a run. This base class shows nothing, for scripts and tests.
 
-    `areal_gym.runs.live_display` has the ones for people.
+    `areal_gym.runs.live_display` has displays for people.
     """
 
     def say(self, text: str) -> None:
         """Show a line of text."""
 
     def phase(self, name: str, total: int = 0) -> None:
-        """Begin a new phase of the run; `total` is its number of units, 0 if unknown."""
+        """Begin a new phase of the run with `total` units, or 0 if that is unknown."""
 
     def advance(self, done: int, detail: str = "") -> None:
         """Show that `done` units of the phase are done."""
@@ -25,7 +25,7 @@ class Display:
         """Show a finished training step."""
 
     def watch(self, stats: Callable[[], str] | None) -> None:
-        """Show what episodes wait for, from `stats`, at each refresh; None stops that."""
+        """Show at each refresh what episodes wait for, from `stats`; None stops that."""
 
     def close(self) -> None:
         """Restore the terminal."""

@@ -1,11 +1,11 @@
-"""The user's files that a run is made of: rewards, tools, environments, data.
+"""The user's files that a run depends on: rewards, tools, environments, data.
 
-    plugins.json, "inputs"   each file that the settings name: path, hash, copy
-    inputs/                  copies: of code and of modules that it imports from its folder; of data
-                             that are small or lie in the cache only
+    plugins.json, "inputs"   for each file that the settings name: path, hash, copy
+    inputs/                  copies of code, with modules that it imports from its folder, and of
+                             data that is small or only in the cache
 
-A run goes on where the originals are gone: `with_copies` puts the copies in their place. What was
-defined in a notebook has no file, and its name says so (`utils.session_objects`).
+A run can be resumed without the originals: `with_copies` replaces them by the copies. Objects that
+were defined in a notebook have no file, as their names tell (`utils.session_objects`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from areal_gym.utils.neighbour_modules import neighbours
 from areal_gym.utils.session_objects import is_session_name
 
 MOST_COPIED = 2**24
-"""Bytes of a data file up to which it is copied into the run's directory; of others, the hash of
-the beginning and the size are noted."""
+"""Data files of at most this many bytes are copied into the run's directory; of larger ones, the
+size and a hash of the beginning are recorded."""
 
 
 def save_inputs(directory: RunDir, config: RunConfig) -> list[str]:
-    """Copy the files that the environment's settings name, and note their hashes.
+    """Copy the files that the environment's settings name, and record their hashes.
 
-    Returns what is to be said: what has changed since the run began, and what the command line
-    cannot go on with.
+    Returns remarks for people: which files have changed since the run began, and which objects the
+    command line cannot load.
     """
     remarks: list[str] = []
     before = {row["file"]: row for row in directory.read_provenance().get("inputs", [])}
@@ -65,10 +65,10 @@ def save_inputs(directory: RunDir, config: RunConfig) -> list[str]:
 
 
 def with_copies(config: RunConfig, run: Path) -> tuple[RunConfig, list[str]]:
-    """Return the settings of a run with copies in place of files that are gone, and remarks."""
+    """Return a run's settings with copies in place of missing files, and remarks about them."""
     rows = [row for row in RunFiles(run).read_provenance().get("inputs", []) if row.get("copy")]
     missing = [row for row in rows if not Path(row["file"]).exists()]
-    # Code and its modules stay together.
+    # All code of a folder is replaced together.
     folders = {Path(row["copy"]).parts[:2] for row in missing}
     places = {
         str(row["file"]): str((run / row["copy"]).absolute())
@@ -86,7 +86,7 @@ def with_copies(config: RunConfig, run: Path) -> tuple[RunConfig, list[str]]:
     if env == config.env:
         return config, []
     remarks = [
-        f"{row['file']} is gone; its copy in {run} is used"
+        f"{row['file']} is missing; its copy in {run} is used"
         for row in missing
         if row["file"] in places
     ]
@@ -108,8 +108,8 @@ def _leaves(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         yield from _leaves([*value, *value.values()])
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
 
 
 def _files(config: RunConfig) -> Iterator[Path]:
@@ -123,20 +123,20 @@ def _files(config: RunConfig) -> Iterator[Path]:
 def _places(named: Iterable[Path]) -> Iterator[tuple[Path, tuple[Path, bool]]]:
     """Yield each file with the place of its copy, and whether the settings name it.
 
-    Code of one folder stays together, with the modules that it imports from there: under a name
-    made of their contents, so that code whose modules have changed gets another folder.
+    Code from one folder stays together with the modules that it imports from there, in a folder
+    named by their contents, so that changed modules get another folder.
     """
     groups: dict[Path, list[Path]] = {}
     for file in named:
         groups.setdefault(file.parent if file.suffix == ".py" else file, []).append(file)
     for folder, files in groups.items():
-        beside = [each for file in files if file.suffix == ".py" for each in neighbours(file)]
-        every = list(dict.fromkeys([*files, *beside]))
-        digests = "".join(_fingerprint(each)[1] for each in every)
-        digest = (digests if len(every) == 1 else sha256(digests.encode()).hexdigest())[:8]
-        for each in every:
-            within = each.relative_to(folder) if beside else each.name
-            yield each, (Path(digest) / within, each in files)
+        modules = [module for file in files if file.suffix == ".py" for module in neighbours(file)]
+        every_file = list(dict.fromkeys([*files, *modules]))
+        digests = "".join(_fingerprint(file)[1] for file in every_file)
+        digest = (digests if len(every_file) == 1 else sha256(digests.encode()).hexdigest())[:8]
+        for file in every_file:
+            within = file.relative_to(folder) if modules else file.name
+            yield file, (Path(digest) / within, file in files)
 
 
 def _replaced(value: Any, places: Mapping[str, str]) -> Any:
@@ -154,7 +154,7 @@ def _replaced(value: Any, places: Mapping[str, str]) -> Any:
 
 
 def _fingerprint(file: Path) -> tuple[int, str]:
-    """Return the size and a hash: of the whole file if it is small, else of its beginning."""
+    """Return a file's size and hash; the hash of a large file covers its beginning and size."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         digest = sha256(stream.read(MOST_COPIED))
@@ -164,7 +164,7 @@ def _fingerprint(file: Path) -> tuple[int, str]:
 
 
 def _copy(file: Path, place: Path) -> Path:
-    """Copy a file unless it is there already; return where it is."""
+    """Copy a file unless its copy exists; return the copy's path."""
     with readable_disk_errors(place):
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The end of a run: summary, learning curve, report, and the lines that a person sees."""
+"""The end of a run: summary, learning curve, report, and the lines for people."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from areal_gym.version import __version__
 
 _Item = TypeVar("_Item")
 _NEARLY_ALL = 0.95
-"""Share of groups of equal rewards from which on there is nothing to learn."""
+"""With at least this share of groups of equal rewards, there is nothing to learn."""
 _Rows = list[tuple[str, str, str]]
 
 
 def conclude(run: RunContext[_Item], best: str | None) -> dict[str, Any]:
     """Write summary, curve and report, show them, and return the summary.
 
-    `best` is the name of the best checkpoint; None when none was evaluated.
+    `best` is the name of the best checkpoint; None if none was evaluated.
     """
     prepared = run.prepared
     config, directory = prepared.config, prepared.directory
@@ -53,7 +53,7 @@ def conclude(run: RunContext[_Item], best: str | None) -> dict[str, Any]:
     write_atomic(directory.learning_curve_file, _curve(prepared, is_supervised=is_supervised))
     directory.save_summary(summary)
     _show(prepared, summary, is_supervised=is_supervised)
-    prepared.callbacks.tell("on_end", summary)
+    prepared.callbacks.call("on_end", summary)
     return summary
 
 
@@ -125,8 +125,8 @@ def _show(run: PreparedRun, summary: dict[str, Any], *, is_supervised: bool) -> 
     say(f"curve:     {directory.learning_curve_file}")
     say(f"report:    {keep_report(directory)}")
     is_reward_model = summary["objective"] == "rm"
-    kind = "model: " if is_reward_model else "policy:"
-    say(f"{kind}    {directory.path / summary['checkpoint']}")
+    label = "model: " if is_reward_model else "policy:"
+    say(f"{label}    {directory.path / summary['checkpoint']}")
     best = summary["best_checkpoint"]
     if best not in (None, summary["checkpoint"]):
         say(f"best:      {directory.checkpoints_dir / 'best'} ({best})")
@@ -158,15 +158,15 @@ def _task_table(summary: dict[str, Any]) -> _Rows:
 
 
 def _unlearned(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what to change after a run in which held-out accuracy or reward did not rise."""
+    """Yield advice after a run whose held-out accuracy or reward did not rise."""
     key = "heldout_reward" if "heldout_reward_after" in summary else "heldout"
     before, after = summary.get(f"{key}_before"), summary.get(f"{key}_after")
     if summary["objective"] in SUPERVISED or before is None or after is None:
         return
     if after > before or (before == 1 and key == "heldout"):
         return
-    what = "reward " if key == "heldout_reward" else ""
-    yield f"warning: nothing was learned: held-out {what}{before:.3f} before, {after:.3f} after"
+    measure = "reward " if key == "heldout_reward" else ""
+    yield f"warning: nothing was learned: held-out {measure}{before:.3f} before, {after:.3f} after"
 
     def share(name: str) -> float:
         return float(sum(row.get(name, 0.0) for row in steps)) / max(1, len(steps))

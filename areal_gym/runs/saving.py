@@ -25,23 +25,24 @@ class _Writing(NamedTuple):
 class Saver:
     """Writes the trainer's checkpoints into a run directory, each step once.
 
-    Methods raise TrainError if one could not be written; earlier checkpoints are as they were.
-
     The run waits for `save` only until weights and states are copied; a thread writes the copies,
-    one checkpoint at a time. `save_now` blocks: a run that is being cancelled cannot wait on its
-    event loop any more.
+    one checkpoint at a time. `save_now` blocks, because a run that is being cancelled cannot wait
+    on its event loop any more.
+
+    Raises:
+        TrainError: in methods, a checkpoint could not be written; earlier ones are unchanged.
     """
 
     trainer: Trainer[Never]
     directory: RunDir
     tokenizer_dir: Path
-    """The directory whose tokenizer belongs to the policy."""
+    """The directory with the policy's tokenizer files."""
     rollout_state: Callable[[], Mapping[str, Any]]
-    """Returns what rollouts need to go on after this step."""
+    """Returns the state from which rollouts continue after this step."""
     on_saved: Callable[[int, Mapping[str, Any]], None]
-    """Called with step and state, on the event loop's thread, once they are on the disk."""
+    """Called with step and state on the event loop's thread, when they are on disk."""
     delete_old: Callable[[], object]
-    """Deletes checkpoints that are not to be kept; called in the thread."""
+    """Deletes checkpoints that are not to be kept; called in the writing thread."""
     saved_step: int | None = None
     """The step that is saved already, if any."""
     _thread: ThreadPoolExecutor = field(
@@ -50,7 +51,7 @@ class Saver:
     _writing: _Writing | None = None
 
     async def save(self, step: int) -> None:
-        """Begin the checkpoint of `step`, after the one before it; then the trainer may go on."""
+        """Begin the checkpoint of `step` after the one before, and wait until all is copied."""
         if self._writing is not None:
             await asyncio.to_thread(wait, [self._writing.end])
             self.settle()
@@ -67,7 +68,7 @@ class Saver:
         await copied.wait()
 
     def settle(self) -> None:
-        """Report a checkpoint that has been written meanwhile."""
+        """Report a checkpoint that was written meanwhile."""
         writing = self._writing
         if writing is not None and writing.end.done():
             self._writing = None
@@ -76,7 +77,7 @@ class Saver:
             self.on_saved(writing.step, writing.rollout_state)
 
     def save_now(self, step: int) -> None:
-        """Write the checkpoint of `step`, unless it is there, and wait for what is on its way."""
+        """Write the checkpoint of `step` unless it exists; first wait for the one being written."""
         if self._writing is not None:
             wait([self._writing.end])
             if self._writing.end.exception() is None:
@@ -88,7 +89,7 @@ class Saver:
             self.on_saved(step, state)
 
     def close(self) -> None:
-        """End the thread, once it has written what it is writing."""
+        """End the thread after its current write."""
         self._thread.shutdown()
 
     def _write(

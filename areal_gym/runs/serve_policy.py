@@ -1,4 +1,4 @@
-"""The gateway of a run, and the policy behind a gateway without any run."""
+"""The gateway of a run, and serving a policy at a gateway without a run."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from areal_gym.runs.policy_directory import policy_directory
 from areal_gym.runs.run_display import Display
 
 CONTROL_KEY, API_KEY = "AREAL_GYM_CONTROL_KEY", "AREAL_GYM_API_KEY"
-"""Variables of the environment that hold secrets; without them, secrets are made up."""
+"""Environment variables that hold secrets; without them, secrets are generated."""
 
 
 @asynccontextmanager
 async def open_gateway(
     config: RunConfig, directory: RunDir, display: Display
 ) -> AsyncIterator[None]:
-    """Say where the run's gateway listens; that of an online run listens at once.
+    """Set where the run's gateway listens; that of an online run starts to listen at once.
 
-    `gateway.json` of the run directory then tells programs where it is and with which control key.
-    A resumed run has the same key, and with a fixed port the same address.
+    `gateway.json` in the run directory then gives programs its address and control key. A resumed
+    run has the same key and, with a fixed port, the same address.
     """
     address = split_address(config.gateway)
     if config.env.id != ONLINE:
@@ -49,7 +49,7 @@ async def open_gateway(
 
 
 def _write_secret(file: Path, content: dict[str, str]) -> None:
-    """Write a JSON file that no other user may read, not even while it is written."""
+    """Write a JSON file that no other user can read, not even while it is being written."""
     draft = file.with_suffix(".draft")
     draft.unlink(missing_ok=True)
     with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
@@ -64,11 +64,15 @@ def serve(
     display: Display | None = None,
     on_ready: Callable[[str, str], None] | None = None,
 ) -> None:
-    """Serve a policy, by default `config.engine.model`, at the gateway until interrupted.
+    """Serve a policy at the gateway until interrupted; it is not trained.
 
-    Nothing is learned. `on_ready` is called with base URL and key.
+    Args:
+        config: the settings; `engine.model` is the policy by default.
+        checkpoint: the policy, if it is another one.
+        display: shows progress.
+        on_ready: called with the base URL and the API key.
     """
-    shown = display or Display()
+    display = display or Display()
 
     async def serve_on() -> None:
         components = None
@@ -77,10 +81,10 @@ def serve(
                 hint = "--run RUN, --checkpoint DIR or --model DIR"
                 raise UsageError("which policy?", hints=[hint])
             components = Components.of(config)
-        policy = checkpoint or policy_directory(config, components, shown)[0]
+        policy = checkpoint or policy_directory(config, components, display)[0]
         key = os.environ.get(CONTROL_KEY)
         async with (
-            open_engine(config, policy, display=shown) as (engine, renderer),
+            open_engine(config, policy, display=display) as (engine, renderer),
             gateway_at(*split_address(config.gateway), control_key=key),
         ):
             gateway = await shared_gateway()

@@ -1,8 +1,8 @@
-"""Measures each part of a run on this machine, next to the machine of README's "Speed".
+"""Measures the parts of a run on this machine, and compares them with README's "Speed".
 
-Each part takes some seconds in this process, on the CPU, with one thread; the best of a few rounds
-counts, and processor seconds rather than wall seconds where only this process works: other work on
-the machine disturbs both, but the latter far more.
+Each part runs for some seconds in this process, on the CPU, with one thread, and the best of a few
+rounds counts. If only this process works, processor seconds are measured, because other work on the
+machine disturbs wall seconds far more.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from areal_gym.models.tiny.decoder_config import DecoderConfig
 
 REFERENCES: Mapping[str, float] = {"rollout": 0.25, "sandbox": 2.6, "engine": 44_000, "step": 0.62}
-"""The figures of README's "Speed", by part."""
+"""The figures in README's "Speed", by part."""
 
 PARTS = ("rollout", "env", "sandbox", "engine", "step")
 WITH_TORCH = ("engine", "step")
-"""Parts that are left out where torch is not installed."""
+"""Parts that are skipped if torch is not installed."""
 
-_SOME_S = 3.0
-"""Seconds for which a part goes on with its rounds."""
+_PART_S = 3.0
+"""Seconds of rounds for each part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Figure:
 
     part: str
     what: str
+    """What was measured."""
     value: float
     unit: str
     reference: float | None = None
@@ -69,16 +70,16 @@ class Figure:
 
 
 def bench(parts: Sequence[str] = (), *, env: str = "tir") -> Iterator[Figure]:
-    """Measure the parts, all of `PARTS` by default; the part "env" plays the environment `env`.
+    """Measure the parts, by default all `PARTS`; the part "env" plays the environment `env`.
 
     Raises:
-        UsageError: there is no such part, or it needs what is not installed.
-        UnknownIdError: there is no such environment.
+        UsageError: a part does not exist, or needs a package that is not installed.
+        UnknownIdError: the environment does not exist.
     """
     for name in parts:
         if name not in PARTS:
             near = did_you_mean(name, PARTS)
-            raise UsageError(f"no part {name!r}", hints=[near or f"there is: {', '.join(PARTS)}"])
+            raise UsageError(f"no part {name!r}", hints=[near or f"available: {', '.join(PARTS)}"])
     registry().get("envs", env)
     embedded = registry().get("engines", "embedded")
     if embedded.missing:
@@ -88,17 +89,17 @@ def bench(parts: Sequence[str] = (), *, env: str = "tir") -> Iterator[Figure]:
                 hints=[f"install it: {embedded.install_command}"],
             )
         parts = parts or [name for name in PARTS if name not in WITH_TORCH]
-    collect_as_before = relax_garbage_collection()  # as a run does
+    restore_collection = relax_garbage_collection()  # as a run does
     try:
         for name in parts or PARTS:
             yield from _env(env) if name == "env" else (_measured(name),)
     finally:
-        collect_as_before()
+        restore_collection()
 
 
 def _rounds(least: int, share: float = 1.0) -> Iterator[int]:
-    """Yield numbers from 0: `least` of them, and more while the part's time lasts."""
-    end_s = time.perf_counter() + share * _SOME_S
+    """Yield round numbers from 0: at least `least`, and more until the part's time is over."""
+    end_s = time.perf_counter() + share * _PART_S
     for number in count():
         if number >= least and time.perf_counter() > end_s:
             return
@@ -106,10 +107,11 @@ def _rounds(least: int, share: float = 1.0) -> Iterator[int]:
 
 
 def _measured(part: str) -> Figure:
-    measure, unit, what = _COMPARED[part]
+    measure, unit, description = _COMPARED[part]
     with _one_thread() if part in WITH_TORCH else nullcontext():
         value = asyncio.run(measure())
-    return Figure(part, what, value, unit, REFERENCES[part], is_more_better=unit.startswith("/"))
+    is_more_better = unit.startswith("/")
+    return Figure(part, description, value, unit, REFERENCES[part], is_more_better=is_more_better)
 
 
 # ---- episodes -----------------------------------------------------------------------------------
@@ -124,13 +126,13 @@ def add(a: int, b: int) -> str:
 
 
 class Sums(TextEnv):
-    """Any number of tool calls, then an answer. The tool answers differently in every task."""
+    """Takes any number of tool calls, then an answer; the tool's results differ in every task."""
 
     tools = (add,)
     max_turns = 32
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """Return a task whose number hardly comes again."""
+        """Return a task with a number that hardly repeats."""
         number = int(rng.integers(10**9))
         return Task(id=str(number), data={"number": number})
 
@@ -188,9 +190,9 @@ def _env(env: str) -> Iterator[Figure]:
             await instance.aclose()
 
         envs: list[TextEnv] = [registry().make("envs", env) for _ in range(64)]
-        end_s = time.perf_counter() + _SOME_S / 6  # sandboxes start, data is read
+        end_s = time.perf_counter() + _PART_S / 6  # sandboxes start and data is read
         await play(registry().make("envs", env))
-        num_done, end_s = 0, time.perf_counter() + _SOME_S
+        num_done, end_s = 0, time.perf_counter() + _PART_S
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         await asyncio.gather(*map(play, envs))
         return num_done, time.perf_counter() - wall_s, time.process_time() - cpu_s
@@ -202,8 +204,8 @@ def _env(env: str) -> Iterator[Figure]:
             f"{env!r} has no gold_action(), which would play it here",
             hints=["write one: areal-gym check and areal-gym play use it, too"],
         ) from None
-    what = f"episodes of {env} by its own gold policy, 64 in flight"
-    yield Figure("env", what, num_done / wall_s, "/s", is_more_better=True)
+    description = f"episodes of {env} by its own gold policy, 64 in flight"
+    yield Figure("env", description, num_done / wall_s, "/s", is_more_better=True)
     yield Figure("env", "  of it in this process", 1e3 * cpu_s / num_done, "CPU-ms")
 
 
@@ -222,7 +224,7 @@ async def _snippet_ms() -> float:
 
 
 def shape(name: str) -> DecoderConfig:
-    """Return the shape of a model to measure with: "0.4M", as the starter policy's, or "2M"."""
+    """Return the shape of a model to measure with: "0.4M", the starter policy's, or "2M"."""
     from areal_gym.models.tiny.decoder_config import DecoderConfig
 
     is_small = name == "0.4M"
@@ -247,7 +249,7 @@ async def _sampled_per_s() -> float:
     prompts = [[rng.randrange(10, 400) for _ in range(40)] for _ in range(64)]
     engine = EmbeddedEngine(build_decoder(shape("0.4M"), seed=0), num_slots=128, max_context=256)
 
-    async def sampled(number: int) -> int:
+    async def sample(number: int) -> int:
         params = SamplingParams(max_new_tokens=64, seed=number)
         generation = await engine.generate(prompts[number], params, session=f"{number}")
         return len(generation.token_ids)
@@ -256,7 +258,7 @@ async def _sampled_per_s() -> float:
     paces: list[float] = []
     for _ in _rounds(2):
         began_s = time.process_time()
-        num_tokens = sum(await asyncio.gather(*map(sampled, range(len(prompts)))))
+        num_tokens = sum(await asyncio.gather(*map(sample, range(len(prompts)))))
         paces.append(num_tokens / (time.process_time() - began_s))
         for number in range(len(prompts)):
             engine.release(f"{number}")
@@ -274,11 +276,16 @@ async def play_groups(
     num_prompt: int = 40,
     num_reply: int = 0,
 ) -> list[Group]:
-    """Sample groups of random tokens whose lengths are forced: every step does the same work.
+    """Sample groups of random tokens with given lengths, so that every step does the same work.
 
-    `turns_of` returns the number of new tokens of each turn of an episode, `num_prompt` and
-    `num_reply` are those of a prompt and of the environment's answer to a turn. `rng` decides
-    prompts, replies, rewards and sampling.
+    Args:
+        engine: samples the turns.
+        turns_of: returns the number of new tokens in each turn of an episode.
+        rng: decides prompts, replies, rewards and sampling.
+        num_groups: the number of groups.
+        group_size: the number of episodes in a group.
+        num_prompt: the tokens of a prompt.
+        num_reply: the tokens of the environment's reply to a turn.
     """
 
     async def episode(prompt: tuple[int, ...], lengths: Sequence[int], name: str) -> Trajectory:
@@ -379,4 +386,4 @@ _COMPARED: Mapping[str, tuple[Callable[[], Coroutine[Any, Any, float]], str, str
         "a GRPO step of 64 sequences, 64 new tokens, 2M parameters, generation included",
     ),
 }
-"""What is compared with README's figures: its measurement, unit and name."""
+"""The measurement, unit and description of each part that is compared with README's figures."""

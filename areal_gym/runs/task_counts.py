@@ -1,4 +1,4 @@
-"""Says what a run trains on and is measured on, before anything is waited for."""
+"""Says which tasks a run trains and is evaluated on, before anything slow begins."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from areal_gym.runs.components import Components
 def announce_tasks(
     config: RunConfig, components: Components, say: Callable[[str], None]
 ) -> RunConfig:
-    """Compare what is asked for with the tasks there are, and say what the run does about it.
+    """Compare the settings with the available tasks, and say what the run does about it.
 
-    Returns the settings; with `eval.num_tasks=0`, which is no evaluation, if nothing is held out.
+    Returns the settings, with `eval.num_tasks=0` (no evaluation) if no task is held out.
 
     Raises:
         NothingToDoError: there is no training task.
@@ -29,13 +29,13 @@ def announce_tasks(
             f"{config.env.id} has no task in split 'train': there is nothing to train on",
             hints=[f"look at its tasks: areal-gym data show {config.env.id}"],
         )
-    num_groups, wanted = config.rollout.batch_groups, config.eval.num_tasks
+    num_groups = config.rollout.batch_groups
     if num_train is not None and num_train < num_groups:
         say(
             f"tasks: {num_train} to train on, and a step takes {num_groups} groups "
             "(rollout.batch_groups): tasks repeat within a step"
         )
-    if wanted == 0:
+    if config.eval.num_tasks == 0:
         return config
     num_heldout = _count(components, config.eval.split)
     if num_heldout == 0:
@@ -50,7 +50,7 @@ def announce_tasks(
 
 
 def announce_heldout(config: RunConfig, components: Components, say: Callable[[str], None]) -> None:
-    """Say how many tasks an evaluation has, or raise NothingToDoError if there are none."""
+    """Say how many tasks an evaluation has; raise NothingToDoError if there are none."""
     num_heldout = _count(components, config.eval.split, say) if config.eval.num_tasks else 0
     if num_heldout == 0:
         raise NothingToDoError(
@@ -63,18 +63,18 @@ def announce_heldout(config: RunConfig, components: Components, say: Callable[[s
 
 
 def _say_fewer(config: RunConfig, num_heldout: int | None, say: Callable[[str], None]) -> None:
-    wanted = config.eval.num_tasks
-    if num_heldout is not None and num_heldout < wanted:
+    num_requested = config.eval.num_tasks
+    if num_heldout is not None and num_heldout < num_requested:
         say(
             f"tasks: evaluates on all {num_heldout:,} of split {config.eval.split!r} "
-            f"(eval.num_tasks = {wanted})"
+            f"(eval.num_tasks = {num_requested})"
         )
 
 
 def _count(
     components: Components, split: str, say: Callable[[str], None] | None = None
 ) -> int | None:
-    """Return the number of tasks in a split, after saying what the source has to tell."""
+    """Return the number of tasks in a split, after passing the source's notes to `say`."""
     env = components.make_env()
     try:
         if say is not None:

@@ -1,4 +1,4 @@
-"""Texts with fields of a task's data, such as "The answer is {answer}."."""
+"""Fills texts such as "The answer is {answer}." with fields of a task's data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from areal_gym.types import Task
 
 
 def filled_in(template: str, task: Task, key: str) -> str:
-    """Return the template with the task's data in its fields; in a mix, those of the own task.
+    """Return the template with fields of the task's data; in a mix, of the mixed task's data.
 
     Raises:
-        ConfigError: the data has no such field; names `key`, the setting of the template.
+        ConfigError: the data has no such field; the message names `key`, the template's setting.
     """
     data = task.data
     own = data["task"]["data"] if isinstance(data.get("task"), Mapping) else data

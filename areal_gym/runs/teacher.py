@@ -1,4 +1,4 @@
-"""The teacher of objective "distill"."""
+"""Opens the teachers of objective "distill"."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Annotate = Callable[[Sequence[Group]], Awaitable[Sequence[Group]]]
 async def open_teacher(
     prepared: PreparedRun, trainer: GroupTrainer, renderer: Renderer
 ) -> AsyncIterator[Annotate | None]:
-    """Load or connect to the teachers of the settings; None for other objectives.
+    """Load the settings' teachers, or connect to them; yield None for other objectives.
 
     Raises:
-        ConfigError: there is no such checkpoint, it has another vocabulary, or the trainer cannot
-            be its own teacher.
-        EngineError: its servers do not answer.
+        ConfigError: a checkpoint does not exist or has another vocabulary, or the trainer cannot be
+            its own teacher.
+        EngineError: the teacher's servers do not answer.
     """
     config, policy, components = prepared.config, prepared.policy, prepared.components
     if config.objective != "distill" or config.teacher.divergence != "sampled":
-        yield None  # the trainer itself has a teacher of whole distributions
+        yield None  # for other divergences, the trainer itself runs the teacher
         return
     from areal_gym.trainer.objectives.distillation import (
         PolicyTeacher,
@@ -55,9 +55,9 @@ async def open_teacher(
     prompts = hinted_prompts(config.teacher.hint, renderer, schemas)
     async with AsyncExitStack() as stack:
         teachers: list[tuple[Teacher, float, str | None]] = []
-        for one in (config.teacher, *config.teacher.further):
+        for settings in (config.teacher, *config.teacher.further):
             teacher: Teacher
-            if one is config.teacher and config.teacher.is_policy:
+            if settings is config.teacher and config.teacher.is_policy:
                 if not isinstance(trainer, ReferenceTrainer):
                     raise ConfigError(
                         f"teacher.is_policy = true: {type(trainer).__name__} cannot score at "
@@ -66,13 +66,13 @@ async def open_teacher(
                     )
                 teacher = PolicyTeacher(trainer)
             else:
-                teacher = await stack.enter_async_context(_open_one(config, one, policy))
-            teachers.append((teacher, one.weight, one.env))
+                teacher = await stack.enter_async_context(_open_one(config, settings, policy))
+            teachers.append((teacher, settings.weight, settings.env))
         is_alone = len(teachers) == 1 and config.teacher.env is None
-        asked = teachers[0][0] if is_alone else TeacherMixture(teachers)
+        scorer = teachers[0][0] if is_alone else TeacherMixture(teachers)
 
         async def with_teacher(groups: Sequence[Group]) -> Sequence[Group]:
-            return await annotate(groups, asked, prompts)
+            return await annotate(groups, scorer, prompts)
 
         yield with_teacher
 
@@ -111,10 +111,10 @@ async def _open_one(
 
 
 def vocabulary_teacher(config: RunConfig, policy: Path) -> VocabularyTeacher | None:
-    """Return the teacher that the trainer needs for a divergence over the vocabulary, if any.
+    """Return the teacher for a divergence over the vocabulary, which the trainer needs, if any.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it has another vocabulary.
+        ConfigError: the checkpoint does not exist, or has another vocabulary.
     """
     settings = config.teacher
     if config.objective != "distill" or settings.divergence == "sampled":
@@ -130,9 +130,9 @@ def vocabulary_teacher(config: RunConfig, policy: Path) -> VocabularyTeacher | N
 
 
 def hinted_prompts(hint: str | None, renderer: Renderer, tools: ToolSchemas) -> Prompts | None:
-    """Return what gives a trajectory's first prompt without and with the hint; None without one.
+    """Return a function that gives a trajectory's first prompt without and with the hint.
 
-    The hint stands at the end of the first user message, after an empty line.
+    The hint is at the end of the first user message, after an empty line. Returns None without one.
     """
     if hint is None:
         return None
@@ -143,7 +143,7 @@ def hinted_prompts(hint: str | None, renderer: Renderer, tools: ToolSchemas) -> 
         first = list(trajectory.messages[: next(answers, len(trajectory.messages))])
         place = next((i for i, m in enumerate(first) if m["role"] == "user"), None)
         if place is None:
-            raise ConfigError("teacher.hint needs a user message that it can stand in")
+            raise ConfigError("teacher.hint needs a user message to which it can be added")
         plain = renderer.first_ids(first, tools)
         first[place] = _with_text(first[place], text)
         return plain, renderer.first_ids(first, tools)
@@ -182,7 +182,7 @@ def _require_same_tokenizer(teacher: Path, policy: Path) -> None:
     for directory in (teacher, policy):
         file = directory / "tokenizer.json"
         if not file.exists():
-            raise ConfigError(f"{directory} holds no tokenizer.json")
+            raise ConfigError(f"{directory} has no tokenizer.json")
         vocabularies.append(Tokenizer.from_file(str(file)).get_vocab())
     if vocabularies[0] != vocabularies[1]:
         raise ConfigError(

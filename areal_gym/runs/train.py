@@ -2,13 +2,14 @@
 
     prepare_run   plugins, policy (a warm start, if it is made here), examples   no event loop yet
     open_rollouts trainer, engine, probe, gateway, rollout workers (`open_supervised`: the trainer)
-    evaluate      the policy as it is before training
+    evaluate      the policy before training
     for each step next_batch -> train_on -> publish -> record -> checkpoint_and_evaluate
-    evaluate      the policy as it is after training
+    evaluate      the policy after training
     conclude      summary, learning curve, report
 
-All objectives share it. Reinforcement and distillation take their batches from rollouts and publish
-weights to the engine; sft, dpo and rm take them from files or demonstrations and publish nothing.
+All objectives share this. Reinforcement learning and distillation take their batches from rollouts
+and publish weights to the engine; the others take them from files or demonstrations and publish
+nothing.
 """
 
 from __future__ import annotations
@@ -50,16 +51,23 @@ def train(
 ) -> dict[str, Any]:
     """Train, and return the summary, which is also in `summary.json`.
 
-    A callback may end the run before its last step, in the same orderly way (`stopped` in the
-    summary says why). Interrupted (Ctrl-C), it saves a checkpoint of what was learned and raises
-    KeyboardInterrupt. `mode="resume"` goes on from there, or from the checkpoint of `from_step`:
-    what was learned after that step is forgotten.
+    A callback may end the run before its last step in an orderly way (`stopped` in the summary says
+    why). When interrupted by Ctrl-C, the run saves a checkpoint and raises KeyboardInterrupt.
 
-    A trainer's process that dies costs the steps since the newest checkpoint: the run goes on from
-    there by itself, up to `trainer.max_restarts` times without a new one.
+    If one of the trainer's processes dies, the steps since the newest checkpoint are lost. The run
+    continues from there by itself, up to `trainer.max_restarts` times without a new checkpoint.
+
+    Args:
+        config: the settings.
+        run_dir: the run directory.
+        mode: "new", "resume" or another mode of `RunDir.open`.
+        from_step: when resuming, the checkpoint to continue from, by default the newest; what was
+            learned after it is deleted.
+        display: shows progress.
+        callbacks: receive the run's events.
 
     Raises:
-        GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
+        GymError: see `areal_gym.errors`; what was learned so far is saved if the disk allows.
     """
     config = with_absolute_paths(config)
     require_installed(config)
@@ -71,16 +79,16 @@ def train(
         require_plain_sampling(config)
     display = display or Display()
     with RunDir.open(run_dir, mode, begins=mode == "new") as directory:
-        listeners, is_resumed = Callbacks(callbacks), mode == "resume"
+        run_callbacks, is_resumed = Callbacks(callbacks), mode == "resume"
         restarts = Restarts(config.trainer.max_restarts)
         while True:
             prepared = prepare_run(
-                *(config, directory, display, listeners, restarts),
+                *(config, directory, display, run_callbacks, restarts),
                 is_resumed=is_resumed,
                 from_step=from_step,
             )
             try:
-                # Pictures of data were read before: the directory was not to be changed then.
+                # Images of data were read before, while the directory must not be changed.
                 with use_image_store(directory.images_dir):
                     if config.objective in SUPERVISED:
                         return run_to_end(_train(prepared, open_supervised))
@@ -105,10 +113,10 @@ async def _train(
 
 
 async def take_steps(run: RunContext[_Item]) -> None:
-    """Train to the last step; the version of the weights is the number of steps.
+    """Train to the last step; the version of the weights is the number of steps taken.
 
-    A step that has begun to train is published and recorded even when the run is cancelled:
-    weights, engine and records never disagree about how many steps were taken.
+    A step that has begun to train is published and recorded even if the run is cancelled, so that
+    weights, engine and records always agree on the number of steps.
     """
     for step in run.remaining_steps():
         batch = await run.next_batch()

@@ -1,4 +1,4 @@
-"""Shows where the episodes of a run are, and says when it waits for servers that are gone."""
+"""Shows what a run's episodes wait for, and says when the run waits for lost servers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from areal_gym.rollout.stats import RolloutStats
 from areal_gym.utils.markup import counted
 
 _WINDOW_S = 10.0
+"""The pace of sampling is over this many seconds."""
 _LOOK_S = 1.0
 _SAY_EVERY_S = 30.0
 
 
 @dataclass(slots=True)
 class ProgressLine:
-    """Returns a line about the episodes, on any thread; the pace is of the last ten seconds."""
+    """Returns a line about a run's episodes, on any thread."""
 
     stats: Callable[[], RolloutStats]
     batch_groups: int
     sandbox_calls: Callable[[], int]
-    """Returns the number of calls of sandboxes that are not answered yet."""
-    _seen: deque[tuple[float, int]] = field(default_factory=deque)
+    """Returns the number of unanswered sandbox calls."""
+    _samples: deque[tuple[float, int]] = field(default_factory=deque)
+    """(elapsed seconds, sampled tokens) at recent calls."""
 
     def __call__(self) -> str:
         """Return one line for people."""
@@ -52,11 +54,11 @@ class ProgressLine:
         return "; ".join(parts)
 
     def _tokens_per_s(self, stats: RolloutStats) -> float | None:
-        # Of episodes that have ended: those in flight are not counted yet.
-        self._seen.append((stats.elapsed_s, stats.num_tokens))
-        while len(self._seen) > 2 and stats.elapsed_s - self._seen[1][0] > _WINDOW_S:
-            self._seen.popleft()
-        elapsed_s, num_tokens = self._seen[0]
+        # Tokens of episodes that have ended; those in flight are not counted yet.
+        self._samples.append((stats.elapsed_s, stats.num_tokens))
+        while len(self._samples) > 2 and stats.elapsed_s - self._samples[1][0] > _WINDOW_S:
+            self._samples.popleft()
+        elapsed_s, num_tokens = self._samples[0]
         if stats.elapsed_s - elapsed_s < 1.0:
             return None
         return (stats.num_tokens - num_tokens) / (stats.elapsed_s - elapsed_s)
@@ -73,7 +75,7 @@ def _outage(stats: RolloutStats) -> str:
 async def saying_outages(
     stats: Callable[[], RolloutStats], say: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Say inside of the context when an outage begins, that it goes on, and when it is over."""
+    """Say, inside of the context, when an outage begins, continues and ends."""
 
     async def watch() -> None:
         longest_s = next_s = 0.0

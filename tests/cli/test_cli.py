@@ -584,7 +584,7 @@ def test_train_refuses_an_existing_run_directory(cli, tmp_path):
 def test_train_with_missing_model_leaves_no_files(cli, tmp_path):
     code, _, err = cli("train", "--env", "tir", "engine.model=gone")
     assert code == 2
-    assert "'gone' is no checkpoint directory" in err
+    assert "'gone' is not a checkpoint directory" in err
     assert not (tmp_path / "runs").exists()
 
 

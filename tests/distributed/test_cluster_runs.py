@@ -74,7 +74,7 @@ def test_ray_ranks_train_what_local_ranks_train(tiny_policy, tmp_path):
     summary = train(config, run_dir=tmp_path / "ray", display=display)
     assert summary["num_steps"] == 3
     (pid,) = display.killed
-    (line,) = [said for said in display.said if "going on from the checkpoint of step" in said]
+    (line,) = [said for said in display.said if "continuing from the checkpoint of step" in said]
     assert re.search(rf"rank [01] of the trainer has died: process {pid} on {gethostname()}", line)
     run = RunDir(tmp_path / "ray")
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
@@ -97,7 +97,7 @@ def test_dpo_on_ray_ranks(tiny_policy, tmp_path):
     saved = tmp_path / "ray" / "checkpoints" / "step-000001"
     display = Killing("ray::_Rank", awaits=saved)
     train(load_config(overrides=[*overrides, *placed]), run_dir=tmp_path / "ray", display=display)
-    assert any("going on from the checkpoint of step" in said for said in display.said)
+    assert any("continuing from the checkpoint of step" in said for said in display.said)
     train(load_config(overrides=overrides), run_dir=tmp_path / "here")
     runs = [RunDir(tmp_path / name).read_metrics() for name in ("ray", "here")]
     for theirs, ours in zip(*runs, strict=True):

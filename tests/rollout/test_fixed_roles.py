@@ -162,7 +162,7 @@ def test_a_server_that_is_down_is_an_outage(role):
     [
         ({"third": "gold"}, "no role 'third'"),
         ({"first": "gold", "second": "gold"}, "none is left"),
-        ({"second": "golden"}, "is no policy"),
+        ({"second": "golden"}, "is not a policy"),
         ({"second": "ftp://host/v1"}, "is not the address of a chat server"),
     ],
 )

@@ -46,7 +46,7 @@ def test_batch_of_a_nonfinite_step_is_saved_and_named(ended, tiny_policy):
     assert error.message.startswith("step 3: the loss was not finite 3 times in a row")
     file = run_dir / "trajectories" / "refused-000003.jsonl"
     assert error.hints[0] == f"the batch is in {file}"
-    assert error.hints[1] == f"take the step again: areal-gym replay {run_dir} --refused"
+    assert error.hints[1] == f"repeat the step: areal-gym replay {run_dir} --refused"
     step, groups = RunDir(run_dir).read_refused()
     assert step == 3
     assert [len(group) for group in groups] == [4, 4]

@@ -114,7 +114,7 @@ def test_replay_names_missing_trajectories(recorded, tmp_path):
     (tmp_path / "lost" / "trajectories" / "step-000003.jsonl").unlink()
     with pytest.raises(DataError, match="trajectories of step 3") as caught:
         replay(recorded_config(recorded), tmp_path / "lost")
-    assert "what comes before: --steps 2" in caught.value.hints
+    assert "replay the steps before it: --steps 2" in caught.value.hints
 
 
 def exit_code(*argv):

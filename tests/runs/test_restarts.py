@@ -68,10 +68,10 @@ def test_run_with_a_killed_rank_ends_as_one_without(tiny_policy, shaped_env, tmp
     assert numbers_of(broken) == numbers_of(whole)
     ours, theirs = weights_of(whole, 4), weights_of(broken, 4)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    (line,) = [line for line in display.said if "going on from" in line]
+    (line,) = [line for line in display.said if "continuing from" in line]
     assert "of the trainer has died: process" in line
     assert "SIGKILL" in line
-    assert "going on from the checkpoint of step 2 (restart 1 of 3" in line
+    assert "continuing from the checkpoint of step 2 (restart 1 of 3" in line
     assert line in RunDir(broken).log_file.read_text()
     assert [row[RESTARTED] for row in RunDir(broken).read_metrics()] == [0, 0, 1, 0]
     assert "1 trainer restarted" in describe_incidents(RunDir(broken).read_metrics()[2])
@@ -92,7 +92,7 @@ def test_run_without_a_checkpoint_begins_again_and_gives_up_in_the_end(
     with pytest.raises(LostRankError, match=r"after 1 restarts? without a new checkpoint") as lost:
         train(config, run_dir=tmp_path / "run", display=display)
     assert display.has_killed
-    assert any("going on from the beginning (restart 1 of 1" in line for line in display.said)
+    assert any("continuing from the beginning (restart 1 of 1" in line for line in display.said)
     assert [row[RESTARTED] for row in RunDir(tmp_path / "run").read_metrics()] == [1]
     assert any("--resume" in hint for hint in lost.value.hints)
 

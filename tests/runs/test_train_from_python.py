@@ -203,7 +203,7 @@ def test_wrong_arguments_are_refused_before_start(tmp_path, monkeypatch):
         areal_gym.train(env="tir", mode="resume")
     with pytest.raises(UsageError, match="is not a run directory"):
         areal_gym.train(out="nowhere", mode="resume")
-    with pytest.raises(UsageError, match="is no callback"):
+    with pytest.raises(UsageError, match="is not a callback"):
         areal_gym.train(env="tir", callbacks=[print])
     with pytest.raises(ConfigError, match="mode='again'"):
         areal_gym.train(env="tir", out="x", mode="again")

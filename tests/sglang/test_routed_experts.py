@@ -117,7 +117,7 @@ def test_a_server_that_tells_no_experts_is_refused_with_what_to_type(kind, mixtu
         pytest.skip("the message is ours, and a start takes a minute")
     with running_server(kind, mixture[1], tmp_path / "server.log") as (url, _):
         config = run_settings(mixture[1], url, "trainer.routing_replay=true")
-        with pytest.raises(ConfigError, match="does not tell which experts it chooses") as caught:
+        with pytest.raises(ConfigError, match="does not report the experts") as caught:
             train(config, run_dir=tmp_path / "run")
         assert any(FLAG in hint for hint in caught.value.hints)
         train(run_settings(mixture[1], url, "steps=1"), run_dir=tmp_path / "without")

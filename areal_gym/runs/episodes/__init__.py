@@ -6,8 +6,8 @@
     played.to_pandas()
     areal_gym.evaluate("runs/tir-1/checkpoints/best", "tir", n=200, k=4)
 
-Works in scripts and in notebooks, where an event loop is running already. An interrupt first ends
-the episodes that have begun.
+Both functions work in scripts and in notebooks, where an event loop is running already. An
+interrupt first ends the episodes that have begun.
 """
 
 from __future__ import annotations
@@ -55,29 +55,32 @@ def rollout(
     env_kwargs: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> Rollouts:
-    """Play the first `n` tasks of a split, and then the first ones again if there are fewer.
-
-    `data`, `reward` and `tools` are those of `areal_gym.train`. `concurrency` limits episodes at
-    once, `max_new_tokens` the tokens of a turn and `max_context` those of a checkpoint's episode.
+    """Play the first `n` tasks of a split, starting again with the first if it has fewer.
 
     Args:
         policy: a checkpoint's directory, a model of the hub, the URL of an OpenAI-compatible
             server, an engine (it is started and closed here), or a function of the messages that
             returns a text or a message (asynchronous, or called on threads).
-        env: an id, `FILE.py:CLASS`, a class, a function that makes one, or what `areal_gym.make`
-            has made; by default that of your own prompts.
+        env: an id, `FILE.py:CLASS`, a class, a function that makes an environment, or the result
+            of `areal_gym.make`; by default the environment of your own prompts.
         n: the number of episodes.
+        concurrency: the most episodes at once.
+        data: your own prompts, as in `areal_gym.train`.
+        reward: your own reward, as in `areal_gym.train`.
+        tools: your own tools, as in `areal_gym.train`.
         split: the split whose tasks are played.
-        seed: of the environment's chance and of sampling.
-        temperature: 0 is greedy; functions ignore it.
-        timeout_s: limit of one episode, in seconds; beyond it, it has failed. None: no limit.
-        model: the name of a server's model.
-        renderer: messages to ids, for an engine only.
-        env_kwargs: arguments of the environment, with an id.
-        progress: a bar; by default on terminals and in notebooks only.
+        seed: seeds the environment and sampling.
+        temperature: the sampling temperature; 0 is greedy. Functions ignore it.
+        max_new_tokens: the most tokens of a turn.
+        max_context: the most tokens of an episode that a checkpoint plays.
+        timeout_s: the limit of one episode in seconds, beyond which it has failed; None for none.
+        model: the model's name on a server.
+        renderer: turns messages into token ids; for an engine only.
+        env_kwargs: arguments of the environment, if `env` is an id.
+        progress: whether a bar is shown; by default on terminals and in notebooks only.
 
     Returns:
-        The episodes in the order of the tasks, failures among them.
+        The episodes in the order of the tasks, including failed ones.
 
     Raises:
         UsageError: the policy or the environment is not one of the above.
@@ -128,16 +131,16 @@ def evaluate(
     env_kwargs: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> EvalReport:
-    """Measure a policy on the first `n` tasks of a split, or on all when there are fewer.
+    """Measure a policy on the first `n` tasks of a split, or on all if it has fewer.
 
     Does what `areal-gym eval` does, for any policy that `rollout` takes: pass@1, pass@k and pass^k
-    with 95% intervals over the tasks, why episodes ended, what failed. The episodes themselves are
-    the report's `trajectories`. The arguments are those of `rollout`, and:
+    with 95% intervals over the tasks, why episodes ended, and what failed. The episodes themselves
+    are the report's `trajectories`. The arguments are those of `rollout`, and:
 
     - `k`: episodes per task;
-    - `success_reward`: the reward from which on an episode counts as a success;
-    - `max_failure_rate`: above this share of episodes that failed (each is retried once first)
-      there is no report.
+    - `success_reward`: an episode with at least this reward counts as a success;
+    - `max_failure_rate`: there is no report if a larger share of episodes failed; each is retried
+      once first.
 
     Raises:
         UsageError: the policy or the environment is not one of the above.
@@ -186,10 +189,10 @@ def _require_episodes(**numbers: int) -> None:
 
 
 def _factory(
-    env: str | TextEnv | Callable[[], TextEnv] | None, kwargs: Mapping[str, Any], **own: Any
+    env: str | TextEnv | Callable[[], TextEnv] | None, kwargs: Mapping[str, Any], **task: Any
 ) -> tuple[Callable[[], TextEnv], str]:
-    """Return a function that makes environments, and their id; `own` are data, reward and tools."""
-    given = {name: value for name, value in own.items() if value is not None}
+    """Return a function that makes environments, and their id; `task` is data, reward, tools."""
+    given = {name: value for name, value in task.items() if value is not None}
     if env is None and not given:
         raise UsageError(
             "which environment?",
@@ -197,14 +200,14 @@ def _factory(
         )
     if env is None or (isinstance(env, str) and given):
         env, kwargs = env or PROMPTS, {**kwargs, **given}
-        # All instances share the tasks: rows in memory, or of a generator, are read once.
+        # All instances share the tasks, so that rows from memory or a generator are read once.
         tasks = registry().make("envs", env, **kwargs).tasks
         kwargs = {**kwargs, "tasks": tasks} if "tasks" in given else kwargs
     if isinstance(env, str):
         id = env
         return lambda: registry().make("envs", id, **kwargs), id
     if given:
-        raise UsageError(f"{' and '.join(own)} are for own prompts, or for an environment's id")
+        raise UsageError(f"{' and '.join(task)} are for own prompts, or for an environment's id")
     if kwargs:
         raise UsageError("env_kwargs are for an environment's id")
     if not isinstance(env, TextEnv):

@@ -59,19 +59,19 @@ async def opened(
         if is_hub_name(str(policy)):
             directory = await asyncio.to_thread(model_from_hub, str(policy), _say)
         if not (directory / "config.json").exists():
-            kinds = (
-                "a checkpoint directory, OWNER/NAME on the Hugging Face hub, a URL "
+            message = f"{str(policy)!r} is not a checkpoint directory"
+            hint = (
+                "a policy is a checkpoint directory, OWNER/NAME on the Hugging Face hub, a URL "
                 "(http://HOST:PORT/v1), an engine or a function"
             )
-            message = f"{str(policy)!r} is not a checkpoint directory"
-            raise ConfigError(message, hints=[*path_hints(directory), f"a policy is {kinds}"])
+            raise ConfigError(message, hints=[*path_hints(directory), hint])
         settings = EngineConfig(model=str(directory), max_context=max_context)
         policy = registry().load("engines", "embedded").from_settings(directory, settings)
         renderer = Renderer.from_checkpoint(directory)
     if isinstance(policy, Engine):
         if renderer is None:
             raise UsageError(
-                "an engine takes token ids, so it needs a renderer, which makes them of messages",
+                "an engine takes token ids, so it needs a renderer, which makes them from messages",
                 hints=["renderer=Renderer.from_checkpoint(DIRECTORY)"],
             )
         try:
@@ -124,7 +124,7 @@ def _server_answer(url: str, model: str, params: SamplingParams) -> Answer:
 async def _play_with_texts(
     answer: Answer, timeout_s: float | None, env_id: str, env: TextEnv, request: EpisodeRequest
 ) -> Trajectory:
-    """Play an episode of a policy that answers with texts: there are no tokens to record."""
+    """Play an episode with a policy that answers in text, so that there are no tokens to record."""
     record = EpisodeRecord()
     try:
         async with asyncio.timeout(timeout_s):
@@ -157,7 +157,7 @@ async def _play_with_texts(
 
 
 def _to_openai(message: Message) -> dict[str, Any]:
-    # Arguments of calls are text there, and own fields are left out.
+    # OpenAI has a call's arguments as text, and none of our own fields.
     names = ("role", "content", "name", "tool_call_id")
     kept: dict[str, Any] = {name: value for name, value in message.items() if name in names}
     kept["content"] = openai_content(message["content"])
@@ -171,7 +171,7 @@ def _to_openai(message: Message) -> dict[str, Any]:
 
 
 def _from_openai(reply: Mapping[str, Any]) -> str | Message:
-    """Return a message with parsed calls, or a text if it has none: calls may be written in it."""
+    """Return a message with parsed calls, or only its text, which may contain calls."""
     content = reply.get("content") or ""
     calls = reply.get("tool_calls") or []
     if not calls:

@@ -1,4 +1,4 @@
-"""Played episodes as a sequence, a summary and a table."""
+"""Played episodes as a sequence, with a summary and tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rollouts(Sequence[Trajectory]):
 
     @property
     def scored(self) -> list[Trajectory]:
-        """Trajectories that did not fail; all means are over these."""
+        """Trajectories that did not fail; all means are over them."""
         return [t for t in self.trajectories if not t.stop_reason.is_failure]
 
     @property

@@ -41,19 +41,19 @@ class TrainingResult:
     """A finished run."""
 
     run: RunDir
-    """The run directory: all metrics, all trajectories."""
+    """The run directory, with all metrics and trajectories."""
     summary: Mapping[str, Any]
-    """`summary.json`."""
+    """The content of `summary.json`."""
 
     @property
     def stopped(self) -> str | None:
-        """The reason why a callback ended the run early; None when it took all its steps."""
+        """Why a callback ended the run early; None if the run took all its steps."""
         reason: str | None = self.summary["stopped"]
         return reason
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Metrics of the last step (docs/metrics.md); empty when there was none."""
+        """The metrics of the last step (docs/metrics.md); empty if there was none."""
         rows = self.run.read_metrics()
         return rows[-1] if rows else {}
 
@@ -64,18 +64,18 @@ class TrainingResult:
 
     @property
     def start(self) -> Path:
-        """The policy that training began with: to compare with."""
+        """The initial policy, to compare with."""
         return Path(self.summary["initial_policy"])
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """The best checkpoint on held-out tasks that still exists."""
+        """The checkpoint that was best on held-out tasks, of those that still exist."""
         name = self.summary["best_checkpoint"]
         return None if name is None else self.run.path / name
 
     @property
     def policy(self) -> Path:
-        """The best checkpoint, or else the last, for `rollout` and `evaluate`."""
+        """The best checkpoint, else the last one, for `rollout` and `evaluate`."""
         return self.best_checkpoint or self.checkpoint
 
     def __repr__(self) -> str:
@@ -122,33 +122,33 @@ def train(
     the same `out` continues.
 
     Args:
-        data: rows with a prompt each: a list, a pandas or `datasets` object, a file, an id of the
-            hub. The environment is then `prompts`, unless `env` is given.
+        data: rows with a prompt each: a list, a pandas or `datasets` object, a file, or an id on
+            the hub. The environment is then `prompts`, unless `env` is given.
         reward: a function of the completion and the row's columns; an id (`areal-gym list
             rewards`); a list of them, or weights by reward (docs/rewards.md).
         tools: functions that the policy may call, or classes with `@areal_gym.tool` methods.
         model: a checkpoint's directory, OWNER/NAME on the Hugging Face hub, or "starter".
         env: an environment's id, a class, a function that makes one, or `FILE.py:CLASS`.
         config: settings, as a `RunConfig`, as a mapping, or as the file of a recipe. With
-            `mode="resume"`, those of the run unless others are given.
+            `mode="resume"`, the default is the run's own settings.
         out: the run's directory; by default `runs/ENV-DATE-TIME`.
         mode: "new", "resume" (continue the run in `out`) or "clean" (replace it).
         from_step: with "resume", the checkpoint to continue from; by default the newest.
         callbacks: receive steps, evaluations and checkpoints; they may stop training.
-        progress: a live display; by default on terminals and in notebooks only.
-        settings: single settings, on top of `config`: `steps=60`, `trainer={"lr": 1e-4}`;
+        progress: whether a live display is shown; by default on terminals and in notebooks only.
+        settings: single settings that override `config`: `steps=60`, `trainer={"lr": 1e-4}`;
             `agent="chat"` and the like name a plugin.
 
     Raises:
-        GymError: see `areal_gym.errors`; the progress so far is saved where the disk allows.
+        GymError: see `areal_gym.errors`; the progress so far is saved if the disk allows.
     """
     refuse_nested_training()
-    place = None if out is None else Path(out)
+    run_dir = None if out is None else Path(out)
     settings = own_settings(
         data=data, reward=reward, tools=tools, model=model, env=env, settings=settings
     )
-    resolved = _settings_of_run(config, settings, place, mode)
-    with run_path(place, resolved.label) as path, shown_display(progress) as display:
+    resolved = _settings_of_run(config, settings, run_dir, mode)
+    with run_path(run_dir, resolved.label) as path, shown_display(progress) as display:
         summary = run_training(
             resolved,
             run_dir=path,
@@ -163,17 +163,17 @@ def train(
 def _settings_of_run(
     config: RunConfig | Mapping[str, Any] | str | Path | None,
     settings: Mapping[str, Any],
-    place: Path | None,
+    run_dir: Path | None,
     mode: RunMode,
 ) -> RunConfig:
-    """Return the settings to train with; those of the run in `place` if it goes on."""
+    """Return the settings to train with; those of the run in `run_dir` if it is resumed."""
     if mode not in get_args(RunMode):
         raise ConfigError(f"mode={mode!r} is none of: {', '.join(get_args(RunMode))}")
-    if mode != "new" and place is None:
+    if mode != "new" and run_dir is None:
         raise ConfigError(f"mode={mode!r} needs the run's directory", hints=["name it: out=..."])
-    if mode == "resume" and config is None and place is not None:
-        recipe = RunDir(place).recipe()
-        resolved, remarks = with_copies(_resolve(recipe, settings), place)
+    if mode == "resume" and config is None and run_dir is not None:
+        recipe = RunDir(run_dir).recipe()
+        resolved, remarks = with_copies(_resolve(recipe, settings), run_dir)
         require_chosen(resolved, recipe, [key for key, _ in _leaves(settings)])
         for remark in remarks:
             warnings.warn(remark, stacklevel=3)
@@ -198,7 +198,7 @@ def _resolve(
         resolved = load_config(overrides=overrides, base=base) if overrides else config
     else:
         resolved = load_config(overrides=overrides, base=config)
-    entries_used(resolved)  # an unknown id is found before anything is made
+    entries_used(resolved)  # reports an unknown id before anything is made
     return resolved
 
 

@@ -23,7 +23,7 @@ _CHARTS = ("Reward", "Loss", "KL", "Entropy", "Time of a step")
 class NotebookDisplay(Display):
     """The output of a notebook cell: progress, charts and the last messages of the run.
 
-    `show` replaces the HTML in the cell by what a function returns; it may skip updates, but not
+    `show` replaces the HTML in the cell by what a function returns; it may skip updates, except
     one with `is_last`.
     """
 
@@ -65,19 +65,19 @@ class NotebookDisplay(Display):
         """Return the whole output as HTML."""
         charts = {chart.title: draw(chart) for chart in charts_of(self._rows)}
         curves = "".join(charts[title] for title in _CHARTS if title in charts)
-        talk = "\n".join(self._lines)
+        messages = "\n".join(self._lines)
         label = f"{self._phase} {self._detail}".strip()
         return block(
             "",
             bar(label, self._done, self._total, time.monotonic() - self._began_s),
             f"<div>{curves}</div>" if curves else "",
-            f"<pre><small>{escaped(talk)}</small></pre>",
+            f"<pre><small>{escaped(messages)}</small></pre>",
         )
 
 
 @contextmanager
 def shown_display(progress: bool | None) -> Iterator[Display]:
-    """Yield the display that fits; silent for False, and for None where there is no screen."""
+    """Yield the display that fits; a silent one for False, and for None without a screen."""
     display: Display = Display()  # shows nothing
     if progress or (progress is None and (in_notebook() or is_terminal())):
         display = NotebookDisplay(Panel().show) if in_notebook() else make_display()

@@ -1,8 +1,8 @@
-"""`data=`, `reward=`, `tools=`, `model=` and `env=` of `areal_gym.train`, as settings.
+"""Converts `data=`, `reward=`, `tools=`, `model=` and `env=` of `areal_gym.train` to settings.
 
-Settings are text. A function or a class of a file is named by the file, one of a notebook by a name
-that this session knows; rows in memory are written to a file of the cache, from which a run can go
-on. `save_inputs` copies the files into the run's directory.
+Settings are text. A function or class from a file is named by the file, one from a notebook by a
+name that this session knows. Rows in memory are written to a file in the cache, with which a run
+can be resumed. `save_inputs` copies the files into the run's directory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from areal_gym.utils.session_objects import name_of
 def own_settings(
     *, data: Any, reward: Any, tools: Any, model: Any, env: Any, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings that the arguments stand for, on top of other `settings`.
+    """Return the settings for the arguments, merged into other `settings`.
 
     `data`, `model` and `env` may also be sections of settings: mappings with their keys.
 
     Raises:
-        UsageError: the objective has no use for one of them.
+        UsageError: the objective does not use one of them.
         DataError: the rows cannot be read, or not be written as JSON.
     """
     tree = dict(settings)
@@ -54,12 +54,12 @@ def own_settings(
     if data is not None and tree.get("objective") in SUPERVISED:
         tree = merged(tree, {"data": {"file": _place_of(data)}})
         data = None
-    own = {
+    env_kwargs = {
         "tasks": None if data is None else _named_data(data),
         "reward": None if reward is None else named(reward),
         "tools": None if tools is None else named(tools),
     }
-    given = {key: value for key, value in own.items() if value is not None}
+    given = {key: value for key, value in env_kwargs.items() if value is not None}
     if given and tree.get("objective") in SUPERVISED:
         raise UsageError(f"objective={tree['objective']!r} has no use for {' and '.join(given)}")
     if given:
@@ -69,9 +69,9 @@ def own_settings(
 
 def require_task(config: Any, settings: Mapping[str, Any]) -> None:
     """Raise UsageError if neither the configuration nor the settings say what to train on."""
-    is_said = config is not None and not isinstance(config, Mapping)
+    has_file = config is not None and not isinstance(config, Mapping)
     trees = [settings, config if isinstance(config, Mapping) else {}]
-    if not is_said and not any(tree.get("env") or tree.get("data") for tree in trees):
+    if not has_file and not any(tree.get("env") or tree.get("data") for tree in trees):
         raise UsageError(
             "train on what?",
             hints=[
@@ -83,16 +83,16 @@ def require_task(config: Any, settings: Mapping[str, Any]) -> None:
 
 
 def require_named_model(config: Any, settings: Mapping[str, Any], env: str, model: str) -> None:
-    """Raise UsageError if own prompts come without a model."""
+    """Raise UsageError if your own prompts come without a model."""
     trees = [settings, config if isinstance(config, Mapping) else {}]
     engines = [tree.get("engine") for tree in trees]
     is_named = any(isinstance(engine, Mapping) and "model" in engine for engine in engines)
-    is_said = config is not None and not isinstance(config, Mapping)
-    require_model(env, model, is_named=is_named or is_said)
+    has_file = config is not None and not isinstance(config, Mapping)
+    require_model(env, model, is_named=is_named or has_file)
 
 
 def refuse_nested_training() -> None:
-    """Raise ConfigError while a file is loaded for its functions: it would train once more."""
+    """Raise ConfigError while a file is loaded for its functions, which would train once more."""
     frame = sys._getframe()
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
@@ -106,13 +106,13 @@ def refuse_nested_training() -> None:
 
 
 def env_id(env: Any) -> str:
-    """Return the id of an environment: of a class, of a function that makes one, or itself."""
+    """Return the id of an environment, given as an id, a class, a function or an instance."""
     if isinstance(env, str):
         return absolute_reference(env)
     if isinstance(env, TextEnv):
         if env.made_by is None:
             raise UsageError(
-                f"a run needs many instances of {type(env).__name__}, and this is one",
+                f"a run needs many instances of {type(env).__name__}, and this is a single one",
                 hints=["give its id, its class, or a function that makes one"],
             )
         return name_of(env.made_by)
@@ -124,19 +124,19 @@ def env_id(env: Any) -> str:
     )
 
 
-def named(given: Any) -> Any:
+def named(value: Any) -> Any:
     """Return rewards or tools with names in place of functions; mappings become lists."""
-    if isinstance(given, str):
-        return absolute_reference(given)
-    if isinstance(given, Mapping):
-        if "reward" in given:
-            return [{**given, "reward": named(given["reward"])}]
-        return [{"reward": named(one), "weight": weight} for one, weight in given.items()]
-    if isinstance(given, Sequence):
-        each = [named(one) for one in given]
-        return [one for named_one in each for one in _as_list(named_one)]
-    settings = getattr(given, "settings", None)  # a RewardSet
-    return named(list(settings)) if isinstance(settings, tuple) else name_of(given)
+    if isinstance(value, str):
+        return absolute_reference(value)
+    if isinstance(value, Mapping):
+        if "reward" in value:
+            return [{**value, "reward": named(value["reward"])}]
+        return [{"reward": named(reward), "weight": weight} for reward, weight in value.items()]
+    if isinstance(value, Sequence):
+        lists = [_as_list(named(item)) for item in value]
+        return [item for items in lists for item in items]
+    settings = getattr(value, "settings", None)  # a RewardSet
+    return named(list(settings)) if isinstance(settings, tuple) else name_of(value)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -166,7 +166,7 @@ def _named_data(data: Any) -> Any:
 
 
 def _place_of(data: Any) -> str:
-    """Return the path of data, or its id on the hub; rows in memory are written to a file."""
+    """Return the path of data, or its id on the hub; write rows in memory to a file first."""
     if isinstance(data, str | Path):
         path = Path(data).expanduser()
         return str(path.absolute()) if path.exists() or isinstance(data, Path) else str(data)
@@ -175,7 +175,7 @@ def _place_of(data: Any) -> str:
 
 
 def _spooled(rows: Any) -> str:
-    """Write rows as JSON lines into the cache, under their content's hash; return the path."""
+    """Write rows as JSON lines into the cache, under the hash of their content; return the path."""
     folder = cache_directory() / "data"
     digest = hashlib.sha256()
     with readable_cache_errors():
