@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from areal_gym.types import FinishReason, ImageRef, RoutedExperts
 
-if TYPE_CHECKING:  # the protocol names tensors, but importing torch is the engine's business
+if TYPE_CHECKING:  # the protocols name tensors, but not every engine needs torch
     import torch
 
 __all__ = [
@@ -49,12 +49,12 @@ class SamplingParams:
 
     max_new_tokens: int = 64
     temperature: float = 1.0
-    """0 is greedy; its log-probabilities are then those of temperature 1."""
+    """0 is greedy; log-probabilities are then those of temperature 1."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
+    """The number of likeliest tokens to sample from; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling ends with, and includes, the first of these."""
+    """Sampling ends after the first of these tokens, which is included."""
     seed: int | None = None
     """Same seed, prompt and weights give the same tokens, whatever else is in the batch."""
     grammar: Grammar | None = None
@@ -68,30 +68,30 @@ class Generation:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """Under the sampling distribution, one per token."""
+    """The log-probability of each token under the sampling distribution."""
     versions: Sequence[int]
     """The policy version that sampled each token; weights may be published during a turn."""
     finish_reason: FinishReason
     routed_experts: RoutedExperts | None = None
     """The experts of a mixture by which each token was sampled, [T, L, K]: those of the position
-    before it. None where the engine does not tell, or the model has none."""
+    before it. None if the engine does not report them, or the model has none."""
 
 
 @runtime_checkable
 class Engine(Protocol):
     """Serves one policy to many concurrent callers on one event loop.
 
-    A class that a run can name (`engine.id`) also has the class method
+    A class that a run's settings can name (`engine.id`) also has the class method
     `from_settings(policy: Path, settings: EngineConfig) -> Engine`.
     """
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights that sample now."""
+        """The version of the weights that sample at the moment."""
 
     @property
     def max_context(self) -> int:
-        """The maximum number of tokens, prompt and new ones together, of one sequence."""
+        """The most tokens of one sequence, including prompt and new tokens."""
 
     async def start(self) -> None:
         """Load, connect and check. Called once, on the event loop that will use the engine."""
@@ -104,18 +104,18 @@ class Engine(Protocol):
         Args:
             prompt_ids: the whole context so far; for a known `session` it extends what was sent
                 and sampled before, so that only new tokens are prefilled.
-            params: how to sample. `max_new_tokens` is cut to what `max_context` leaves.
+            params: sampling parameters. `max_new_tokens` is cut to what `max_context` leaves.
             session: the episode whose cache is kept until `release`.
 
         Raises:
-            EngineError: the policy could not be sampled. A retry is safe.
+            EngineError: sampling failed. A retry is safe.
         """
 
     def release(self, session: str) -> None:
         """Free the cache of an ended episode. Unknown sessions are ignored."""
 
     async def aclose(self) -> None:
-        """End threads, connections, processes. Idempotent."""
+        """End threads, connections and processes. Idempotent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,8 +145,8 @@ class InterruptedEngine(Engine, Protocol):
     """An engine whose servers may all be unavailable for a while."""
 
     fails_lost_turns: bool
-    """Whether a turn fails at once when the last server is lost while sampling it. Retrying suits a
-    user who waits, but biases training data to short turns: long ones are lost more often."""
+    """Whether a turn fails at once if the last server is lost while sampling it. Retrying suits a
+    user who waits, but biases training data towards short turns: long ones are lost more often."""
 
     @property
     def num_outages(self) -> int:
@@ -159,11 +159,11 @@ class InterruptedEngine(Engine, Protocol):
 
 @runtime_checkable
 class RejoinedEngine(Engine, Protocol):
-    """An engine whose servers may come back without the weights that were published."""
+    """An engine whose servers may come back without the published weights."""
 
     @property
     def needs_weights(self) -> bool:
-        """Whether a server waits for the weights before it takes requests."""
+        """Whether a server needs the weights before it can take requests."""
 
 
 @runtime_checkable
@@ -171,36 +171,36 @@ class TakeOverEngine(Protocol):
     """An engine that may start with other weights than the trainer's."""
 
     take_over: bool
-    """Whether training gives its own weights to the servers before anything is compared."""
+    """Whether training publishes its own weights to the servers before comparing them."""
 
 
 @runtime_checkable
 class SnapshotEngine(Protocol):
-    """An engine that can be copied as it is now, to be measured while training goes on."""
+    """An engine that can be copied in its current state, to be measured during training."""
 
     async def snapshot(self) -> Engine:
-        """Return the copy, which is not started."""
+        """Return a copy, which has not been started."""
 
 
 @runtime_checkable
 class CountingEngine(Protocol):
-    """An engine that counts its work: a dataclass of numbers, which become `engine/...` metrics."""
+    """An engine that counts its work; the counters become `engine/...` metrics."""
 
     @property
     def stats(self) -> object:
-        """The counters since the start."""
+        """A dataclass of counters since the start."""
 
 
 @runtime_checkable
 class GrammarEngine(Engine, Protocol):
-    """An engine that obeys `SamplingParams.grammar`, or raises `GrammarError`."""
+    """An engine that follows `SamplingParams.grammar`, or raises `GrammarError`."""
 
     takes_grammars: bool
 
 
 @runtime_checkable
 class ImageEngine(Engine, Protocol):
-    """An engine of a vision-language model. If it streams, its `stream` takes `images`, too."""
+    """An engine of a vision-language model. If it streams, its `stream` also takes `images`."""
 
     takes_images: bool
 
@@ -212,17 +212,17 @@ class ImageEngine(Engine, Protocol):
         session: str | None = None,
         images: Sequence[ImageRef] = (),
     ) -> Generation:
-        """Sample a continuation of `prompt_ids`, in which pictures are.
+        """Sample a continuation of `prompt_ids`, which contains images.
 
         Args:
-            prompt_ids: the whole context, with all placeholders of its pictures.
-            params: how to sample. The ids of placeholders are never sampled.
-            session: as in `Engine.generate`. Equal ids with other pictures are other contexts.
-            images: the pictures, in order; `start` counts from the beginning of `prompt_ids`. Their
-                bytes are in the image store of the process.
+            prompt_ids: the whole context, with all placeholder tokens of its images.
+            params: sampling parameters. Placeholder ids are never sampled.
+            session: as in `Engine.generate`. Equal ids with other images are another context.
+            images: the images in order; `start` counts from the beginning of `prompt_ids`. Their
+                bytes are in the process's image store.
 
         Raises:
-            EngineError: the policy could not be sampled, or has read another number of tokens.
+            EngineError: sampling failed, or the engine read another number of tokens.
         """
 
 
@@ -234,14 +234,15 @@ async def stream_from(
     session: str | None = None,
     images: Sequence[ImageRef] = (),
 ) -> AsyncGenerator[Piece, None]:
-    """Stream from any engine; one without a stream gives everything in one piece."""
-    given: dict[str, Any] = {"images": images} if images else {}
+    """Stream from any engine; an engine that cannot stream gives everything as one piece."""
+    image_arguments: dict[str, Any] = {"images": images} if images else {}
     if isinstance(engine, StreamingEngine):
-        async with aclosing(engine.stream(prompt_ids, params, session=session, **given)) as pieces:
+        stream = engine.stream(prompt_ids, params, session=session, **image_arguments)
+        async with aclosing(stream) as pieces:
             async for piece in pieces:
                 yield piece
         return
-    whole = await engine.generate(prompt_ids, params, session=session, **given)
+    whole = await engine.generate(prompt_ids, params, session=session, **image_arguments)
     yield piece_of(whole, whole.finish_reason)
 
 
@@ -261,18 +262,18 @@ class LocalEngine(Engine, Protocol):
     """An engine in this process, which takes tensors directly."""
 
     async def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load new weights (Hugging Face parameter names) and sample with them from now on.
+        """Load new weights by Hugging Face parameter names, and sample with them from now on.
 
-        Requests in flight continue under the new weights; their tokens carry both versions.
+        Requests in flight continue under the new weights; each token carries its version.
         """
 
 
 BROKEN_WEIGHTS = "broken"
-"""The version that a server reports after a partial transfer, so that it does not serve."""
+"""The version that a server reports after a partial transfer, so that no request is sent to it."""
 
 
 class WeightServer(Protocol):
-    """One server whose weights are being replaced. Failures raise EngineError."""
+    """One server whose weights are being replaced. Methods raise EngineError on failure."""
 
     @property
     def url(self) -> str:
@@ -280,71 +281,71 @@ class WeightServer(Protocol):
 
     @property
     def protocol(self) -> str:
-        """The name of the protocol by which it takes tensors: "sglang" or "vllm"."""
+        """The protocol by which the server takes tensors: "sglang" or "vllm"."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes that share the model; each takes its part of new weights."""
+        """The number of processes that share the model; each takes its part of new weights."""
 
     async def post(self, route: str, body: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """Send a POST request; a refusal is an EngineError that quotes the server."""
+        """Send a POST request; raise EngineError that quotes the server if it refuses."""
 
     async def load_from_disk(self, directory: Path, version: int, *, is_kept: bool = True) -> None:
         """Load the checkpoint in `directory`; the server reports `version` from then on.
 
-        `is_kept`: the files stay as they are, for servers that come back.
+        `is_kept` tells that the files stay unchanged, for servers that come back later.
         """
 
     async def load_adapter(self, directory: Path, version: int) -> None:
-        """Load the LoRA adapter in `directory`, for requests that name `adapter_name(version)`."""
+        """Load the LoRA adapter in `directory` for requests that name `adapter_name(version)`."""
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter; return when no request uses it."""
+        """Unload a LoRA adapter; return when no request uses it."""
 
     async def abort_all(self) -> None:
-        """Ask for all requests back, with the tokens that they have."""
+        """Make the server return all requests with the tokens that they have."""
 
     async def set_version(self, version: str) -> None:
-        """Let the server report `version`."""
+        """Make the server report `version`."""
 
     async def begin_update(self) -> None:
-        """Begin to take tensors."""
+        """Begin an update by tensors."""
 
     async def end_update(self, version: int) -> None:
-        """End `begin_update`: all tensors of `version` have come."""
+        """End an update for which all tensors of `version` were sent."""
 
     async def abandon_update(self) -> None:
-        """End an update that failed; the server reports `BROKEN_WEIGHTS`."""
+        """End an update that failed; the server then reports `BROKEN_WEIGHTS`."""
 
 
 def adapter_name(version: int) -> str:
-    """Return the name on servers of the LoRA adapter that is the policy of that version."""
+    """Return the servers' name for the LoRA adapter that is the policy of this version."""
     return f"policy-v{version}"
 
 
 @runtime_checkable
 class SleepingEngine(Protocol):
-    """An engine whose servers can release the memory of GPUs that the trainer uses, too."""
+    """An engine whose servers can release the memory of GPUs that they share with the trainer."""
 
     is_asleep: bool
-    """Whether they have released it, and requests wait."""
+    """Whether the servers have released their memory, and requests wait."""
 
     def require_sleep(self) -> None:
         """Raise ConfigError if a server cannot release its memory."""
 
     async def sleep(self, *, keeps_weights: bool = False) -> None:
-        """Interrupt generation, and release the memory of the cache and, or not, of the weights.
+        """Interrupt generation, and release the memory of the cache and, by default, the weights.
 
-        The next publication brings the weights back; requests go on after `wake_up`.
+        The next publication brings the weights back; requests continue after `wake_up`.
         """
 
     async def wake_up(self) -> None:
-        """Take all memory again, and go on with what was interrupted. Idempotent."""
+        """Allocate all memory again, and continue interrupted requests. Idempotent."""
 
 
 @runtime_checkable
 class RemoteEngine(Engine, Protocol):
-    """An engine whose weights live in other processes; weight syncs bring new ones there."""
+    """An engine whose weights are in other processes, to which weight syncs bring new ones."""
 
     adapter: str | None
     """The name of the policy's LoRA adapter on the servers."""
@@ -352,13 +353,12 @@ class RemoteEngine(Engine, Protocol):
     def updating(
         self, version: int, *, must_abort: bool = False
     ) -> AbstractAsyncContextManager[Sequence[WeightServer]]:
-        """Interrupt generation, hand out the servers, check them, and resume.
+        """Interrupt generation, yield the servers, check them, and resume.
 
-        `must_abort`: requests in flight cannot continue in place, but must be sent again.
-
-        Inside, the caller brings the weights of `version` to every server. On
-        leaving, a server that does not report `version` takes no more requests; requests that were
-        interrupted continue where they stopped, under the new weights.
+        Inside of the context, the caller brings the weights of `version` to every server. On
+        leaving, a server that does not report `version` gets no more requests; interrupted
+        requests continue where they stopped, under the new weights. `must_abort` says that
+        requests in flight cannot continue in place and must be sent again.
 
         Raises:
             EngineError: no server took the new weights.
@@ -367,16 +367,16 @@ class RemoteEngine(Engine, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceScores:
-    """The trainer's log-probabilities of a short row, which servers of `version` must give, too."""
+    """The trainer's log-probabilities of a short row, to be reproduced by servers."""
 
     version: int
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """Of `token_ids[1:]`, at temperature 1."""
+    """The log-probabilities of `token_ids[1:]` at temperature 1."""
     max_gap: float
-    """The mean difference that is allowed a server that computes in float32."""
+    """The largest mean difference that is tolerated for a server that computes in float32."""
     max_rounded_gap: float
-    """The one that is allowed all other servers."""
+    """The largest mean difference that is tolerated for all other servers."""
 
 
 @runtime_checkable
@@ -384,14 +384,14 @@ class VerifyingEngine(RemoteEngine, Protocol):
     """An engine that compares its servers with the trainer before they sample a new version."""
 
     reference: ReferenceScores | None
-    """What servers are compared with, after each publication of its version, and when one comes
-    back; None compares nothing."""
+    """The scores that servers are compared with after each publication of their version, and when
+    a server comes back; None compares nothing."""
 
 
 @runtime_checkable
 class ServerListEngine(RemoteEngine, Protocol):
-    """An engine that tells which servers it has."""
+    """An engine that lists its servers."""
 
     @property
     def server_urls(self) -> Sequence[str]:
-        """The base URLs of all servers, lost ones too."""
+        """The base URLs of all servers, including lost ones."""

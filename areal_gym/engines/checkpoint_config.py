@@ -1,4 +1,4 @@
-"""Facts that a checkpoint directory states about its model, read without loading it."""
+"""Reads facts about a checkpoint's model from its JSON files, without loading it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal_gym.utils.files import read_json
 
 
 def vocab_size_of(policy: Path) -> int | None:
-    """Return the size of the vocabulary; None without a `config.json` or without the size in it."""
+    """Return the vocabulary size; None if there is no `config.json` or it does not say."""
     config = _read(policy / "config.json")
     # Multimodal models nest the settings of their text part.
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
@@ -25,7 +25,7 @@ def num_layers_of(policy: Path) -> int | None:
 
 
 def eos_token_ids(policy: Path) -> list[int]:
-    """Return the tokens that end the model's text; SGLang reads both files, too."""
+    """Return the tokens that end the model's text, from the same two files that SGLang reads."""
     ids: list[int] = []
     for name in ("config.json", "generation_config.json"):
         eos = _read(policy / name).get("eos_token_id")

@@ -30,5 +30,5 @@ def register_engines() -> Iterable[EngineSpec]:
     yield EngineSpec(
         id="scripted",
         entry_point="areal_gym.engines.scripted:ScriptedEngine",
-        summary="answers from a script: for tests and for trying environments",
+        summary="replies from a script: for tests and for trying environments",
     )

@@ -1,4 +1,4 @@
-"""An engine without a model: it answers from a script.
+"""An engine without a model, which replies from a script.
 
 Use it in tests, to try an environment, or to measure everything but the model::
 
@@ -35,7 +35,7 @@ CHATML = (
 
 
 class ByteTokenizer:
-    """A tokenizer with one id per byte of UTF-8, and three control tokens."""
+    """A tokenizer with one id per UTF-8 byte, and three control tokens."""
 
     SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     vocab_size = 256 + len(SPECIAL)
@@ -69,7 +69,7 @@ class ByteTokenizer:
 
 
 def byte_renderer() -> Renderer:
-    """Make a ChatML renderer over bytes, for whole episodes without a checkpoint."""
+    """Make a ChatML renderer over bytes, to play whole episodes without a checkpoint."""
     return Renderer(ByteTokenizer(), CHATML)
 
 
@@ -91,19 +91,19 @@ class Question:
 
 
 Reply = str | Sequence[int]
-"""Text (the end of turn is added) or exact ids."""
+"""A text, to which the end of turn is added, or exact ids."""
 
 
 class ScriptedEngine:
-    """Answers from a script: a list with one entry per turn of a session, or a function.
+    """Replies from a script: a list with one entry per turn of a session, or a function.
 
-    It fulfils the whole contract of `Engine`: limits cut replies, `publish` changes the version (a
-    reply in flight then carries both), sampling can be cancelled. Log-probabilities are all -1.
+    It fulfils the whole `Engine` contract: limits cut replies, `publish` changes the version (a
+    reply in flight then carries both), and sampling can be cancelled. All log-probabilities are -1.
     """
 
     takes_urls: ClassVar[bool] = False
     takes_images: bool = True
-    """A script may look at the pictures of its question."""
+    """Whether prompts may have images, at which a script may look."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class ScriptedEngine:
 
         Args:
             replies: the script.
-            tokenizer: encodes texts; bytes by default.
+            tokenizer: encodes texts; by default into bytes.
             end_of_turn_id: ends a reply that is given as text.
-            max_context: tokens of one sequence.
-            latency_s: how long a turn takes.
+            max_context: the most tokens of a sequence.
+            latency_s: how many seconds a turn takes.
         """
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
         self.end_of_turn_id = end_of_turn_id
@@ -147,8 +147,8 @@ class ScriptedEngine:
         """Return the script's next reply.
 
         Raises:
-            EngineError: the script is over, the prompt is empty, or the context is full.
-            GrammarError: there is a grammar, and a subclass does not take any.
+            EngineError: the script has ended, the prompt is empty, or the context is full.
+            GrammarError: a grammar is given, and the engine is not a `GrammarEngine`.
         """
         room = min(params.max_new_tokens, self.max_context - len(prompt_ids))
         if not prompt_ids:
@@ -181,13 +181,13 @@ class ScriptedEngine:
         self._turns.pop(session, None)
 
     async def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Set the version of further samples; the weights are read and dropped."""
+        """Set the version of further samples; the weights are read and discarded."""
         for _ in weights:
             pass
         self.policy_version = version
 
     async def aclose(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing: no resources are held."""
 
     def _reply(self, question: Question) -> tuple[int, ...]:
         if callable(self._replies):

@@ -1,9 +1,9 @@
 """An HTTP server around any engine, for clients in other processes.
 
-It has the generation routes of SGLang (as of 0.5.23), so that `SGLangEngine(is_guest=True)` is its
-client: this is how rollout workers sample the embedded engine of a run. Weights are published to
-the engine itself, never through this server. Prompts and samples are token ids; there are no
-streams, no `n` above 1, no grammars and no adapters.
+It has the generation routes of SGLang (as of 0.5.23), and `SGLangEngine(is_guest=True)` is its
+client: this is how rollout workers sample from the embedded engine of a run. Weights are published
+to the engine itself, never through this server. Prompts and samples are token ids; streaming, `n`
+above 1, grammars and adapters are not supported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PROMPT_MARGIN = 6
 
 @dataclass(eq=False, slots=True)
 class RunningRequest:
-    """One sequence that is being sampled."""
+    """A sequence that is being sampled."""
 
     rid: str
     prompt_ids: list[int]
@@ -52,8 +52,8 @@ class RunningRequest:
     is_parked: bool = False
 
     @property
-    def given_images(self) -> dict[str, Any]:
-        """The argument `images` of an engine; engines of texts have none."""
+    def image_arguments(self) -> dict[str, Any]:
+        """The engine's argument `images`, which text-only engines do not have."""
         return {"images": self.images} if self.images else {}
 
     def extend(self, generation: Generation, versions: Iterable[str]) -> None:
@@ -63,9 +63,9 @@ class RunningRequest:
         self.versions += versions
         self.routed_experts.append(generation.routed_experts)
 
-    def finish_reason(self, kind: FinishReason) -> dict[str, Any]:
+    def finish_reason(self, reason: FinishReason) -> dict[str, Any]:
         """Return SGLang's description of why sampling ended."""
-        if kind is FinishReason.STOP:
+        if reason is FinishReason.STOP:
             return {"type": "stop", "matched": self.token_ids[-1]}
         return {"type": "length", "length": len(self.token_ids)}
 
@@ -73,20 +73,20 @@ class RunningRequest:
 class EngineServer:
     """Serves `engine` over HTTP. Use it as an asynchronous context manager.
 
-    The caller starts and closes the engine. Each token carries the policy version of the engine
-    that sampled it; weights may be published while requests are in flight.
+    The caller starts and closes the engine. Each token carries the policy version that sampled it,
+    because weights may be published while requests are in flight.
 
     Args:
         engine: samples the requests.
-        model_path: the checkpoint's directory; its `config.json` is read where it exists.
+        model_path: the checkpoint's directory, whose `config.json` is read if it exists.
         host: the address to listen on.
-        port: 0 takes a free one.
+        port: the port; 0 takes a free one.
     """
 
     has_version_spans = True
-    """Whether answers name the weights of each token."""
+    """Whether answers name the weights that sampled each token."""
     returns_routed_experts = True
-    """Whether requests may ask for the experts of tokens; otherwise these are left out."""
+    """Whether answers contain the experts of tokens if a request asks for them."""
 
     def __init__(
         self, engine: Engine, *, model_path: str = "engine", host: str = "127.0.0.1", port: int = 0
@@ -95,7 +95,7 @@ class EngineServer:
         self.model_path = model_path
         self.pictures = PictureReader(Path(model_path))
         self.num_requests = 0
-        """Calls of `/generate`."""
+        """The number of calls of `/generate`."""
         self._host = host
         self._port = port
         self._running: set[RunningRequest] = set()
@@ -103,7 +103,7 @@ class EngineServer:
 
     @property
     def num_running(self) -> int:
-        """Sequences that are being sampled now."""
+        """The number of sequences that are being sampled."""
         return len(self._running)
 
     @property
@@ -120,7 +120,7 @@ class EngineServer:
         """Begin to serve.
 
         Raises:
-            OSError: the port is taken.
+            OSError: the port is in use.
         """
         app = web.Application(client_max_size=1 << 30, middlewares=[errors_as_json])
         for method, route, handler in self._routes():
@@ -191,7 +191,7 @@ class EngineServer:
             requests = self._read(body)
             self.num_requests += 1
             async with self._prepared(body.lora_path):
-                answers = await asyncio.gather(*(self._answer(each, body) for each in requests))
+                answers = await asyncio.gather(*(self._answer(item, body) for item in requests))
         except ValueError as error:
             raise RequestBodyError(str(error)) from None
         is_batch = bool(body.input_ids) and isinstance((body.input_ids or [0])[0], list)
@@ -201,7 +201,7 @@ class EngineServer:
 
     @asynccontextmanager
     async def _prepared(self, adapter: str | None) -> AsyncIterator[None]:
-        """Make the engine ready for an adapter; raise ValueError if the server has none such."""
+        """Make the engine ready for an adapter; raise ValueError if the server does not have it."""
         if adapter is not None:
             raise ValueError("this server has no adapters")
         yield
@@ -218,13 +218,13 @@ class EngineServer:
         if not request.params.max_new_tokens:
             return request.finish_reason(FinishReason.LENGTH)
         generation = await self.engine.generate(
-            request.prompt_ids, request.params, session=request.rid, **request.given_images
+            request.prompt_ids, request.params, session=request.rid, **request.image_arguments
         )
         request.extend(generation, map(str, generation.versions))
         return request.finish_reason(generation.finish_reason)
 
     async def _score(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probabilities of `token_ids[1:]`; raise ValueError if it cannot score."""
+        """Return the log-probabilities of `token_ids[1:]`; raise ValueError if not supported."""
         raise ValueError("this server does not score prompts")
 
     # ---- bodies and answers -------------------------------------------------------------------
@@ -251,16 +251,16 @@ class EngineServer:
             )
         if len(rids) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many rids; there are {len(rids)}")
-        sampling = {} if body.sampling_params is None else body.sampling_params.given()
+        sampling = {} if body.sampling_params is None else body.sampling_params.set_fields()
         params = self._sampling_params(sampling)
         if body.image_data and len(prompts) > 1:
-            raise ValueError("this server takes pictures of one prompt at a time")
-        seen = [self.pictures.expanded(prompt, body.image_data or ()) for prompt in prompts]
-        for prompt, _ in seen:
+            raise ValueError("this server takes images for one prompt at a time")
+        expanded = [self.pictures.expanded(prompt, body.image_data or ()) for prompt in prompts]
+        for prompt, _ in expanded:
             self._check_length(len(prompt), params.max_new_tokens)
         return [
             RunningRequest(rid, prompt, params, images=images)
-            for rid, (prompt, images) in zip(rids, seen, strict=True)
+            for rid, (prompt, images) in zip(rids, expanded, strict=True)
         ]
 
     def _sampling_params(self, sampling: dict[str, Any]) -> SamplingParams:
@@ -327,12 +327,12 @@ class EngineServer:
 
 
 def _rows(logprobs: Sequence[float | None], token_ids: Sequence[int]) -> list[list[Any]]:
-    """Return log-probabilities in SGLang's form: with the token, and its text, which is unknown."""
+    """Return log-probabilities in SGLang's form: (log-probability, token, its unknown text)."""
     return [[logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)]
 
 
 def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
-    """Return runs of equal names, as SGLang and vLLM write them."""
+    """Return runs of tokens with equal versions, in the form of SGLang and vLLM."""
     spans: list[dict[str, Any]] = []
     for position, name in enumerate(versions):
         if not spans or spans[-1]["version"] != name:

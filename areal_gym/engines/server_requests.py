@@ -40,8 +40,8 @@ class Sampling(Request):
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
 
-    def given(self) -> dict[str, Any]:
-        """Return the fields that the client sent a value for."""
+    def set_fields(self) -> dict[str, Any]:
+        """Return the fields to which the client gave a value."""
         return {name: value for name, value in self if value is not None}
 
 

@@ -1,14 +1,14 @@
-"""A relay keeps the policy's weights in files beside servers, and takes only what has changed.
+"""A relay, which keeps the policy's weights in files beside servers and receives only changes.
 
     trainer's ranks --changes over HTTP--> relay: patches its files --> servers of its machine
 
-It runs on each machine that has servers, which load the files from its directory::
+It runs on each machine with servers, which load the files from its directory::
 
     python -m areal_gym.engines.weight_relay --directory /dev/shm/policy --port 30100
 
 `trainer.weight_sync=delta` sends to it. A publication begins with the id of the weights that it is
-based on; another base than the relay's is refused, and the trainer then sends all weights. Each
-tensor has a checksum. A relay that was restarted, or whose publication was not ended, has no base.
+based on. If the relay has another base, it refuses, and the trainer sends all weights. Each tensor
+has a checksum. A relay that was restarted, or whose last publication did not end, has no base.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from areal_gym.utils.http_servers.aiohttp_site import HttpSite, RequestBodyError
 from areal_gym.utils.http_servers.connections import ConnectionLimits
 
 _BODY_S = 3600.0
-"""All weights of a large model take their time."""
+"""The limit of a request in seconds; all weights of a large model take long."""
 _PIECE_BYTES = 2**22
-_MAX_HEADER_BYTES = 100_000_000  # that of safetensors
+_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 ITEM_BYTES = {
     **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2},
     **{"I16": 2, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1},
 }
-"""The names of types in safetensors, and how many bytes an element has."""
+"""The bytes of an element, by safetensors' names of types."""
 
 
 class _Begin(Request):
@@ -69,7 +69,7 @@ class WeightRelay:
     """Keeps weights in `directory`. Use it as an asynchronous context manager.
 
     Raises:
-        ConfigError: the directory holds other weights, which servers would load as well.
+        ConfigError: the directory has other weights, which servers would load as well.
     """
 
     def __init__(self, directory: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -87,8 +87,8 @@ class WeightRelay:
         others -= {file.name for file in self.directory.glob("part-*.safetensors")}
         if others:
             raise ConfigError(
-                f"{self.directory} holds other weights: {', '.join(sorted(others)[:3])}",
-                hints=["name a directory that is empty or new: --directory DIR"],
+                f"{self.directory} has other weights: {', '.join(sorted(others)[:3])}",
+                hints=["name a new or empty directory: --directory DIR"],
             )
 
     @property
@@ -173,7 +173,7 @@ def _refusing() -> Iterator[None]:
 
 
 def check_whole(file: Path) -> None:
-    """Compare the tensors of a safetensors file with the checksums in its metadata.
+    """Compare a safetensors file's tensors with the checksums in its metadata.
 
     Raises:
         DataError: the file is damaged.
@@ -191,10 +191,10 @@ def check_whole(file: Path) -> None:
 def patch(file: Path, body: bytes) -> None:
     """Apply changes to a safetensors file.
 
-    `body` is a header in JSON behind its length in 8 bytes, then the changes of each tensor.
+    `body` is the length of a JSON header in 8 bytes, the header, and the changes of each tensor.
 
     Raises:
-        DataError: the changes are damaged, or of other weights; the file is unusable then.
+        DataError: the changes are damaged or of other weights; the file is then unusable.
     """
     rows, start = _header(body)
     if not file.is_file():
@@ -230,7 +230,7 @@ def _in_threads(act: Callable[[Any], None], items: Sequence[Any]) -> None:
 
 
 def _mapped(file: Path) -> tuple[Any, dict[str, Any]]:
-    """Return a file's tensors as bytes, which may be changed in place, and its header."""
+    """Return a file's tensors as bytes that can be changed in place, and its header."""
     try:
         whole = np.memmap(file, dtype=np.uint8, mode="r+")
     except ValueError:
@@ -269,7 +269,7 @@ async def _serve(options: argparse.Namespace) -> None:
 
     def wait_for_parent() -> None:
         os.read(0, 1)
-        with suppress(RuntimeError):  # the loop has ended before
+        with suppress(RuntimeError):  # the loop has ended already
             loop.call_soon_threadsafe(ended.set)
 
     if options.temporary:
@@ -282,10 +282,10 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Keep weights in a directory until the process is told to end."""
+    """Keep weights in a directory until the process gets a signal to end."""
     parser = argparse.ArgumentParser(
         prog="python -m areal_gym.engines.weight_relay",
-        description="Keep the policy's weights beside servers, and take only what has changed.",
+        description="Keep the policy's weights beside servers, and receive only what has changed.",
     )
     parser.add_argument("--directory", type=Path, required=True, help="where servers load from")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")

@@ -3,11 +3,11 @@
 A program behind the gateway sends the whole history with every call. The history is compared,
 message by message, with the dialogues so far:
 
-    it is a dialogue as it stands                 the dialogue continues, by ids
-    it is a dialogue at an earlier point          a fork: begins with the same ids, trained on once
-    it is unknown (another agent, a summary)      a dialogue of its own
+    it is a whole dialogue                        the dialogue continues, by ids
+    it is a dialogue up to an earlier message     a fork, whose shared ids are trained on once
+    it is unknown (another agent, a summary)      a new dialogue
 
-The policy's messages are recognised by their content, not by ids of calls, which clients rewrite.
+The policy's messages are recognised by content, not by the ids of calls, which clients rewrite.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from areal_gym.types import ImagePart, Message, TextPart
 
 
 class Conversations:
-    """The dialogues of one episode; at most `max_points` answers, the newest, can be continued."""
+    """The dialogues of one episode; only the `max_points` newest answers can be continued."""
 
     def __init__(self, recorder: Recorder, *, max_points: int | None = None) -> None:
         self._recorder = recorder
@@ -41,8 +41,8 @@ class Conversations:
     def continued(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], dialect: str | None
     ) -> Iterator[tuple[Dialogue, Prompt]]:
-        """Yield the dialogue that `messages` continue, and the prompt, or raise ConfigError."""
-        # One key per number of leading messages.
+        """Yield the dialogue that `messages` continue and the prompt, or raise ConfigError."""
+        # One key for each number of leading messages.
         keys = [*accumulate(messages, _next_key, initial=_digest(b"", [list(tools), dialect]))]
         dialogue, num_known = self._find(keys)
         is_new = dialogue is None
@@ -50,7 +50,7 @@ class Conversations:
             dialogue = Dialogue(self._recorder.renderer, tools, dialect=dialect)
         new = messages[num_known:]
         if num_known and any(message["role"] == "assistant" for message in new):
-            # An answer that the policy did not sample: no template is proven to bridge that.
+            # The policy did not sample this answer, and the template is not proven to bridge it.
             prompt = dialogue.prompt([*dialogue.messages, *new], replaces_history=True)
         else:
             prompt = dialogue.prompt(new)
@@ -67,7 +67,7 @@ class Conversations:
 
     @contextmanager
     def continued_text(self, text: str) -> Iterator[tuple[RawText, Prompt]]:
-        """Yield the raw text that `text` continues, and the prompt; raise ConfigError if empty."""
+        """Yield the raw text that `text` continues and the prompt; raise ConfigError if empty."""
         known = [raw for raw in self._texts if text.startswith(raw.text) and text != raw.text]
         raw = max(known, key=lambda raw: len(raw.text), default=None)
         if raw is None:
@@ -89,7 +89,7 @@ class Conversations:
                 self._recorder.forget(self._texts.pop(0))
 
     def _find(self, keys: Sequence[bytes]) -> tuple[Dialogue | None, int]:
-        """Return the dialogue to continue and the number of its messages; None: it is unknown."""
+        """Return the dialogue to continue, if known, and how many of its messages are known."""
         for num_known in range(len(keys) - 1, 0, -1):
             points = self._points.get(keys[num_known])
             if not points:

@@ -40,19 +40,19 @@ class TurnDraft:
 
 
 _RECORDED = [field.name for field in fields(Turn) if field.name in TurnDraft.__slots__]
-"""The fields that playing fills in; the trainer adds others."""
+"""The fields of a turn that are set during the episode; the trainer sets others later."""
 
 
 class EpisodeRecord:
-    """Collects what happens in one episode; becomes the fields of its trajectory."""
+    """Collects what happens in one episode, and gives the fields of its trajectory."""
 
     def __init__(self) -> None:
         self.turns: list[TurnDraft] = []
         """Turns in the order in which they ended."""
         self.messages: list[Message] = []
-        """The transcript, for reading."""
+        """The transcript for people."""
         self.unread: Sequence[Message] = ()
-        """The environment's newest messages, which the policy has not been shown."""
+        """The environment's latest messages, which the policy has not been shown yet."""
         self.metrics: dict[str, float] = {}
         self.stop_reason: StopReason | None = None
         self.error: EpisodeError | None = None
@@ -64,7 +64,7 @@ class EpisodeRecord:
         return self.stop_reason is not None
 
     def add_step(self, turn: TurnDraft, result: StepResult) -> StepResult:
-        """Record the environment's reply to a turn; return it, truncated if the turn was cut."""
+        """Record the environment's reply to a turn; return it, as truncated if the turn was cut."""
         info = result.info
         turn.reward += result.reward
         for name, part in info.get("reward_parts", {}).items():
@@ -86,24 +86,24 @@ class EpisodeRecord:
         return result
 
     def fail(self, error: EpisodeError) -> None:
-        """Record the first failure; later ones are its consequences."""
+        """Record the first failure; later ones follow from it."""
         if self.error is None:
             self.error = error
             self.stop_reason = stop_reason_of(error)
 
     def outcome(self) -> dict[str, Any]:
-        """Return the fields of the trajectory that playing decides.
+        """Return the fields of the trajectory that were decided during the episode.
 
-        Branches come one after the other, in the order in which they ended, and turns are numbered
-        in that order. So the branch that ends the episode is the last one, and its rewards count,
-        discounted, for all turns that worked towards it. Where several roles play, that is so for
-        each of them: its branches stand together, and its turns keep their places among the others.
+        Branches are ordered by when they ended, and turns are numbered in that order. So the branch
+        that ends the episode is the last one, and its rewards count, discounted, for all turns
+        before it. With several roles this holds for each role: its branches stand together, and its
+        turns keep their places among those of other roles.
         """
         turns = self.turns
-        spoke = {turn.role: index for index, turn in enumerate(turns)}
-        ended = {turn.branch: (spoke[turn.role], index) for index, turn in enumerate(turns)}
+        last_turns = {turn.role: index for index, turn in enumerate(turns)}
+        ended = {turn.branch: (last_turns[turn.role], index) for index, turn in enumerate(turns)}
         order = list(range(len(turns)))
-        for role in spoke:
+        for role in last_turns:
             places = [index for index, turn in enumerate(turns) if turn.role == role]
             by_branch = sorted(places, key=lambda index: ended[turns[index].branch])
             for place, index in zip(places, by_branch, strict=True):
@@ -112,7 +112,7 @@ class EpisodeRecord:
         kept = sorted(self._spans, key=lambda span: ended[span.branch])
         rank = {b: i for i, b in enumerate(dict.fromkeys(span.branch for span in kept))}
         spans = [replace(span, turn=place_of[span.turn], branch=rank[span.branch]) for span in kept]
-        _forget_frames(self.error)
+        _drop_tracebacks(self.error)
         return {
             "spans": tuple(spans),
             "turns": tuple([turns[i].turn() for i in order]),
@@ -124,8 +124,8 @@ class EpisodeRecord:
         }
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    """Drop tracebacks: their frames hold the episode, which holds the error, a reference cycle."""
+def _drop_tracebacks(error: BaseException | None) -> None:
+    """Drop tracebacks, whose frames hold the episode, which holds the error: a reference cycle."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

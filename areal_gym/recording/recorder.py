@@ -2,11 +2,11 @@
 
     dialogue.prompt(messages) -> Recorder.sample -> engine -> spans and a turn -> the message
 
-One recorder belongs to one episode, whether the episode's agent asks or a program behind the
-gateway. It does not know whether messages extend or rewrite the history; that is the business of a
-`Dialogue` and, among several of them, of `Conversations`.
+One recorder belongs to one episode, whether its agent asks the policy or a program behind the
+gateway does. It does not know whether messages extend or rewrite the history: a `Dialogue` does,
+and `Conversations` choose between several dialogues.
 
-A call that fails, or that is cancelled, leaves nothing behind: no span, no turn.
+A call that fails or is cancelled leaves no span and no turn.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _names = itertools.count()
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a 48-bit seed (JSON and every engine can hold it) that depends on all `parts`."""
+    """Return a 48-bit seed, which JSON and every engine can hold, that depends on all `parts`."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}Q", *parts), digest_size=6).digest()
     return int.from_bytes(digest, "little")
 
 
 @dataclass(slots=True)
 class InFlight:
-    """Counts the episodes that are being played, and what they wait for."""
+    """Counts the episodes in flight, and what they wait for."""
 
     episodes: int = 0
     engine: int = 0
@@ -60,7 +60,7 @@ class InFlight:
 
 
 class RawText:
-    """One text, written in turns. As with a `Dialogue`, sampled ids are never encoded again."""
+    """A text that is written in turns; as in a `Dialogue`, sampled ids are never encoded again."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.text = ""
@@ -68,18 +68,18 @@ class RawText:
         self._renderer = renderer
 
     def prompt(self, text: str) -> Prompt:
-        """Return the prompt for which the policy continues `text`, which begins with this one."""
+        """Return the prompt after which the policy continues `text`, which extends this text."""
         new: list[Message] = [{"role": "user", "content": text[len(self.text) :]}]
         added = tuple(self._renderer.tokenizer.encode(text[len(self.text) :]))
         vision = self._renderer.vision
         if vision is not None and not {*vision.banned_ids}.isdisjoint(added):
-            raise ConfigError(f"a text has {vision.placeholder}, which stands for a picture")
+            raise ConfigError(f"a text has {vision.placeholder}, which stands for an image")
         return Prompt((*self.token_ids, *added), added, 0, new)
 
     def answer(
         self, prompt: Prompt, sampled_ids: Sequence[int], *, text: str | None = None
     ) -> Message:
-        """Append the tokens that the policy has sampled after `prompt`."""
+        """Append the tokens that the policy sampled after `prompt`."""
         if text is None:
             text = self._renderer.decode(sampled_ids)
         self.token_ids += [*prompt.added, *sampled_ids]
@@ -88,14 +88,19 @@ class RawText:
 
 
 class ContextFullError(Exception):
-    """The prompt leaves no room for an answer, or has more pictures than a prompt may have."""
+    """The prompt leaves no room for an answer, or has more images than are allowed."""
 
 
 class Recorder(EpisodeRecord):
-    """The record of an episode whose policy an engine samples.
+    """The record of an episode whose policy is sampled by an engine.
 
-    `params` say how to sample where the caller does not; stop tokens are the renderer's. Without
-    `keeps` it only samples, and keeps neither spans nor turns.
+    Args:
+        engine: samples the policy.
+        renderer: turns messages into token ids.
+        params: the default sampling parameters; stop tokens are the renderer's.
+        seed: the episode's seed.
+        in_flight: counters to keep up to date.
+        keeps: whether spans and turns are recorded, and not only sampled.
     """
 
     def __init__(
@@ -114,11 +119,11 @@ class Recorder(EpisodeRecord):
         self.params = params
         self.seed = seed
         self.name = f"episode-{next(_names)}"
-        self.num_calls = 0  # calls that were started
+        self.num_calls = 0  # calls that have started
         self.in_flight = in_flight or InFlight()
         self._keeps = keeps
         self._branches: dict[tuple[Dialogue | RawText, int], int] = {}
-        # The engine's names of dialogues; the first is named like the episode.
+        # The engine's session of each dialogue; the first is named like the episode.
         self._names: dict[Dialogue | RawText, str] = {}
         self._numbers = itertools.count()
         self._turn_of: dict[int, int] = {}
@@ -137,24 +142,24 @@ class Recorder(EpisodeRecord):
         """Let the policy answer, and append the answer to the dialogue.
 
         Args:
-            dialogue: the dialogue of the prompt; it must not be used until this returns.
+            dialogue: the dialogue of the prompt, which must not be used until this returns.
             prompt: the prompt to send.
-            params: how to sample; the episode's own by default.
-            seed: the same one gives the same answer in this episode. By default it depends on the
+            params: sampling parameters; by default the episode's.
+            seed: the same seed gives the same answer in this episode. By default it depends on the
                 number of calls so far.
             on_tokens: called with new ids as they are sampled. If it returns a number, that many
-                of them are kept and sampling ends there.
-            text: called at the end; returns the text of the answer if it is cut, else None.
-            role: who answers, in episodes that several roles play.
+                of them are kept, and sampling ends there.
+            text: called at the end; returns the answer's text if it was cut, else None.
+            role: the role that answers, in episodes of several roles.
 
         Raises:
-            ContextFullError: there is no room for an answer, or there are too many pictures.
-            EngineError: the policy could not be sampled.
+            ContextFullError: there is no room for an answer, or there are too many images.
+            EngineError: sampling failed.
         """
         if prompt.images and not getattr(self.engine, "takes_images", False):
             raise ConfigError(
-                f"the prompt has pictures, and {type(self.engine).__name__} takes texts only",
-                hints=["serve the vision-language model with an engine that takes pictures"],
+                f"the prompt has images, and {type(self.engine).__name__} takes only text",
+                hints=["serve the vision-language model with an engine that takes images"],
             )
         number, self.num_calls = self.num_calls, self.num_calls + 1
         if len(prompt.token_ids) >= (most := self.engine.max_context):
@@ -164,7 +169,7 @@ class Recorder(EpisodeRecord):
             )
         if len(prompt.images) > (most := image_limits().max_images):
             raise ContextFullError(
-                f"the prompt has {len(prompt.images)} pictures, and images.max_images is {most}"
+                f"the prompt has {len(prompt.images)} images, and images.max_images is {most}"
             )
         parts = (self.seed, number) if seed is None else (self.seed, seed, 1)
         params = replace(
@@ -209,7 +214,7 @@ class Recorder(EpisodeRecord):
     def add_fixed_turn(
         self, role: str, read: Sequence[Message], message: Message, engine_s: float
     ) -> TurnDraft:
-        """Record a turn of a role that is not trained: its messages, and no tokens."""
+        """Record a turn of a role that is not trained: its messages, but no tokens."""
         branches = {turn.role: turn.branch for turn in self.turns if turn.is_fixed}
         branch = branches.get(role, -1 - len(branches))
         turn = TurnDraft(FinishReason.STOP, engine_s, branch, role=role, is_fixed=True)
@@ -219,26 +224,27 @@ class Recorder(EpisodeRecord):
         return turn
 
     def turn_of(self, message: Message, role: str | None = None) -> TurnDraft:
-        """Return the turn of this message, else the role's newest one.
+        """Return the turn of this message, else the role's latest turn.
 
-        Raises AgentError if the role has none.
+        Raises:
+            AgentError: the role has no turn.
         """
         if id(message) in self._turn_of:
             return self.turns[self._turn_of[id(message)]]
         for turn in reversed(self.turns):
             if turn.role == role and not turn.is_fixed:
                 return turn
-        what = "" if role is None else f" as the role {role!r}, whose turn it is"
-        raise AgentError(f"the agent acts before it has asked the policy{what}")
+        role_note = "" if role is None else f" as the role {role!r}, whose turn it is"
+        raise AgentError(f"the agent acts before it has asked the policy{role_note}")
 
     def forget(self, dialogue: Dialogue | RawText) -> None:
-        """Let the engine forget a dialogue that will not continue."""
+        """Release the engine's cache of a dialogue that will not continue."""
         name = self._names.pop(dialogue, None)
         if name is not None:
             self.engine.release(name)
 
     def release(self) -> None:
-        """Let the engine forget all dialogues of the episode."""
+        """Release the engine's cache of all dialogues of the episode."""
         for dialogue in list(self._names):
             self.forget(dialogue)
 
@@ -315,6 +321,6 @@ def _check(generation: Generation) -> None:
     if len(generation.logprobs) != num_tokens:
         raise EngineError("the engine must give one log-probability per token")
     if generation.routed_experts is not None and len(generation.routed_experts) != num_tokens:
-        raise EngineError("an engine that tells the experts of tokens must tell those of each")
+        raise EngineError("an engine that reports experts must report those of each token")
     if sorted(versions) != list(versions):
-        raise EngineError("the policy version went back inside a turn")
+        raise EngineError("the policy version decreased within a turn")

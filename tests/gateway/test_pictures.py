@@ -148,7 +148,7 @@ WIDE = encoded(picture(1, 2049, 2049, 3))
         (chat(f"data:image/png;base64,{WIDE}"), "at most 4,194,304 pixels"),
         (chat(num=33), "more than 32 pictures"),
         (EMPTY, "has no picture in it"),
-        (("/completions", {"prompt": "a <|image_pad|> b"}), "stands for a picture"),
+        (("/completions", {"prompt": "a <|image_pad|> b"}), "stands for an image"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_refused_with_the_reason(renderer, tmp_path, request_, reason):

@@ -132,5 +132,5 @@ def test_prompts_with_too_many_pictures_are_not_sampled(tmp_path):
 
     set_image_limits(ImageLimits(max_images=2))
     assert ask(2)[0]["content"] == "2"
-    with pytest.raises(ContextFullError, match=r"3 pictures, and images.max_images is 2"):
+    with pytest.raises(ContextFullError, match=r"3 images, and images.max_images is 2"):
         ask(3)

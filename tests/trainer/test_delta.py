@@ -201,7 +201,7 @@ def test_incomplete_publications_have_no_base(tmp_path):
 
 def test_relay_refuses_a_directory_with_other_weights(tmp_path):
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"holds other weights: model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"has other weights: model\.safetensors"):
         WeightRelay(tmp_path)
 
 
@@ -221,7 +221,7 @@ def test_relay_is_a_program(tmp_path):
         [*command, "--directory", tmp_path], capture_output=True, text=True, check=False
     )
     assert refused.returncode == 2
-    assert "holds other weights" in refused.stderr
+    assert "has other weights" in refused.stderr
     assert "--directory DIR" in refused.stderr
 
 

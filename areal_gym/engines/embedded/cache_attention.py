@@ -1,8 +1,8 @@
 """Attention of one engine step to the cache of keys and values.
 
 On a CPU with a C compiler, `areal_gym.models.tiny.kernels` computes it: each row reads its own
-length, and siblings read their shared beginning from one of them. Elsewhere torch does: rows are
-masked up to the longest one, prompts padded to rectangles of similar length.
+length, and siblings read their shared beginning from one of them. Otherwise torch does: rows are
+masked up to the longest one, and prompts are padded to rectangles of similar length.
 
 Axes: `N` tokens of the step, `R` cache rows that decode, `S` all cache rows, `H`, `K` query and key
 heads, `G = H / K`, `D` head dimension, `P` positions of a cache row; `B` prompts of `T` tokens.

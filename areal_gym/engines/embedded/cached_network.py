@@ -43,25 +43,25 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """The tokens that a network computes at once: one for each decoding row, then the prompts'.
+    """The tokens that a network computes at once: one per decoding row, then those of prompts.
 
     The first `num_decoding` tokens belong to the cache rows 0, 1, 2, ...; the tokens of `prompts`
-    follow, one prompt after the other.
+    follow, one prompt after another.
     """
 
     token_ids_N: Tensor
     positions_N: Tensor
-    """The position of each token in its sequence; that of idle rows is `scratch`."""
+    """The position of each token in its sequence; idle rows have `scratch`."""
     rows_N: Tensor
     """The cache row of each token."""
     num_decoding: int
     num_keys: int
-    """Decoding rows attend to positions below this only."""
+    """Decoding rows attend only to positions below this."""
     prompts: Sequence[Prompt]
     families: Sequence[Family]
     """The decoding rows, grouped by shared beginnings."""
     images: Mapping[int, tuple[ImageRef, ...]] = field(default_factory=dict)
-    """The pictures of the sequence in a cache row; of rows without any, nothing."""
+    """The images of the sequence in a cache row, by row; rows without images are not listed."""
 
     @property
     def positions_R(self) -> Tensor:
@@ -70,7 +70,7 @@ class Step:
 
     @property
     def placed_prompts(self) -> list[tuple[Prompt, slice]]:
-        """The prompts, each with the places of its tokens among those of the step."""
+        """The prompts, each with the slice of its tokens in the step."""
         stops = [*accumulate(map(len, self.prompts), initial=self.num_decoding)]
         return list(zip(self.prompts, map(slice, stops, stops[1:]), strict=True))
 
@@ -92,45 +92,45 @@ class CacheLayout:
 
     @classmethod
     def named(cls, num_rows: int, max_context: int, dtype: str, device: str) -> Self:
-        """Make the layout of settings; raise ConfigError for an unknown type or device."""
+        """Make the layout from settings; raise ConfigError for an unknown type or device."""
         if dtype not in _DTYPES:
             raise ConfigError(f"unknown dtype {dtype!r}; available: {', '.join(_DTYPES)}")
         return cls(num_rows, max_context, _DTYPES[dtype], pick_device(device, "engine.device"))
 
 
 class CachedNetwork(Protocol):
-    """A policy's network with a cache of rows, one for each sequence; used from one thread."""
+    """A policy's network with a cache of rows, one per sequence; used from one thread."""
 
     scratch: int
-    """A position that no sequence has: rows that do not take part write there."""
+    """A position that no sequence has, to which idle rows write."""
     can_cut: bool
-    """Whether the beginning of what a row caches can be used alone, here or in another row."""
+    """Whether the beginning of a cached row can be used alone, here or in another row."""
     device: torch.device
     routed_experts: Tensor | None
-    """The experts by which the logits of the newest step were computed, [R + B, L, K]; None without
-    a mixture of experts."""
+    """The experts by which the latest step's logits were computed, [R + B, L, K]; None without a
+    mixture of experts."""
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy a full set of weights, by the checkpoint's names; all or nothing."""
+        """Copy a full set of weights by the checkpoint's names, or nothing."""
 
     def copy(self) -> Self:
         """Return another network with a copy of the weights and an empty cache."""
 
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
-        """Give `target` the first cached tokens of `source`; only where rows can be cut."""
+        """Give `target` the first cached tokens of `source`; only if rows can be cut."""
 
     def swap_rows(self, a: int, b: int, num_tokens: int) -> None:
         """Exchange the first cached tokens of two rows."""
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Drop all cached rows."""
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits, [R + B, V]: of the decoding rows, then of the prompts' ends."""
+        """Return float32 logits, [R + B, V], of decoding rows and prompts' last tokens."""
 
 
 def require_same_names(missing: Collection[str], unknown: Collection[str]) -> None:
-    """Raise an EngineError unless both are empty: published weights are those of the network."""
+    """Raise EngineError unless the published weights have exactly the network's names."""
     if missing or unknown:
         raise EngineError(
             f"the published weights are of another model: {len(missing)} tensors are missing "

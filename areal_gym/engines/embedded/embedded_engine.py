@@ -38,16 +38,16 @@ _T = TypeVar("_T")
 class EmbeddedEngine:
     """Samples a policy with torch, on CPU or CUDA; `docs/models.md` lists the supported models.
 
-    Continuous batching over a preallocated cache: a row is refilled as soon as its turn ends. A
-    session keeps its row between turns, so that a turn computes new tokens only; siblings with
-    the same prompt compute it once.
+    It batches continuously over a preallocated cache: a row is refilled as soon as its turn ends. A
+    session keeps its row between turns, so that a turn computes only new tokens; siblings with the
+    same prompt compute it once.
 
     Args:
         decoder: the policy, whose weights are copied, or a scheduler that has a policy.
         num_slots: the number of sequences sampled at once.
-        max_context: tokens of one sequence, prompt included.
+        max_context: the most tokens of one sequence, including the prompt.
         dtype: "float32" or "bfloat16".
-        device: "auto" takes the accelerator if there is one.
+        device: the device; "auto" uses the accelerator if there is one.
         num_threads: CPU threads of the engine's thread.
     """
 
@@ -72,9 +72,9 @@ class EmbeddedEngine:
         self._scheduler = scheduler
         self._num_threads = num_threads
         self.max_context = scheduler.network.scratch
-        """The maximum tokens of one sequence; at most the model's positions."""
+        """The most tokens of one sequence; at most the model's positions."""
         self.policy_version = scheduler.version
-        """The version of the weights that sample now."""
+        """The version of the weights that sample at the moment."""
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pieces: dict[Request, asyncio.Queue[Piece | EngineError]] = {}
         """The sampled tokens of the turns in flight; a turn that is not streamed is one piece."""
@@ -98,10 +98,9 @@ class EmbeddedEngine:
     ) -> Self:
         """Make an engine for a Hugging Face checkpoint; arguments as the constructor's.
 
-        `trusts_code` is that of `ModelLoader`, and `backend` is, but for "auto": models that the
-        tiny decoder knows are sampled by it, whatever trains them, because it is faster.
-
-        Each tensor is converted while it is read, without a copy of the model in between.
+        `backend` and `trusts_code` are those of `ModelLoader`, except that with "auto" the tiny
+        decoder samples all models that it knows, whatever trains them, because it is faster. Each
+        tensor is converted while it is read, without a copy of the model in between.
 
         Raises:
             ConfigError: there is no checkpoint, or this engine cannot sample it.
@@ -116,8 +115,8 @@ class EmbeddedEngine:
         """Make the engine of a run's settings.
 
         Raises:
-            ConfigError: there is no checkpoint, this engine cannot sample it, or there are
-                `engine.kwargs`, of which it has none.
+            ConfigError: there is no checkpoint, this engine cannot sample it, or `engine.kwargs`
+                are given, of which it has none.
         """
         # `open_engine` adds it for `model.trust_remote_code`.
         if unknown := settings.kwargs.keys() - {"trusts_code"}:
@@ -137,7 +136,7 @@ class EmbeddedEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """Counters; read only."""
+        """The engine's counters; do not change them."""
         return self._scheduler.stats
 
     async def start(self) -> None:
@@ -150,7 +149,7 @@ class EmbeddedEngine:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the policy sees pictures."""
+        """Whether the policy accepts images."""
         return bool(getattr(self._scheduler.network, "takes_images", False))
 
     async def generate(
@@ -164,8 +163,8 @@ class EmbeddedEngine:
         """Sample a continuation; see `Engine.generate` and `ImageEngine.generate`.
 
         Raises:
-            EngineError: an empty prompt, one that fills the context, or the engine has stopped.
-            GrammarError: there is a grammar.
+            EngineError: the prompt is empty or fills the context, or the engine has stopped.
+            GrammarError: a grammar is given.
         """
         request = self._request(prompt_ids, params, session, images)
         with self._sampling([request]):
@@ -200,12 +199,11 @@ class EmbeddedEngine:
             | tuple[Sequence[int], SamplingParams, str, Sequence[ImageRef]]
         ],
     ) -> list[Generation]:
-        """Sample all of these turns, in one batch from the first step on.
+        """Sample all of these turns in one batch from the first step on.
 
-        A turn is a prompt, how to sample, the session, and the pictures if there are any.
-
-        The results do not depend on timing: the same turns in the same order give the same
-        numbers, to the last bit.
+        A turn is a prompt, its sampling parameters, the session, and the images if there are any.
+        The results do not depend on timing: the same turns in the same order give the same numbers,
+        to the last bit.
 
         Raises:
             EngineError: as `generate`.
@@ -239,7 +237,7 @@ class EmbeddedEngine:
             )
         if images and not self.takes_images:
             raise EngineError(
-                "the prompt has pictures, and this policy cannot see",
+                "the prompt has images, and this policy does not accept any",
                 hints=["engine.model: a vision-language model of docs/vision.md"],
             )
         return Request(
@@ -253,7 +251,7 @@ class EmbeddedEngine:
 
     @contextmanager
     def _sampling(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Submit the turns; at the end cancel those in flight, and free anonymous sessions."""
+        """Submit turns; at the end, cancel those in flight and free anonymous sessions."""
 
         def submit() -> None:
             for request in requests:
@@ -349,7 +347,7 @@ class EmbeddedEngine:
         torch.set_num_threads(self._num_threads)
         with torch.inference_mode():
             while not self._is_stopping:
-                # Callers get an answer whatever is raised here, SystemExit included.
+                # Callers get an answer even if SystemExit is raised here.
                 try:
                     self._serve()
                 except BaseException as error:

@@ -1,11 +1,11 @@
-"""Any causal language model of transformers, as the embedded engine runs it.
+"""Runs any causal language model of transformers in the embedded engine.
 
-The scheduler hands in the same steps as to `CachedDecoder`: rows that decode, one token each, and
-prompts that enter, all on one flat token axis. Keys and values lie in caches of ours, one row for
-each sequence; recurrent layers keep transformers' own states, one for each row.
+The scheduler passes the same steps as to `CachedDecoder`: decoding rows with one token each and new
+prompts, all on one flat token axis. Keys and values are in our own caches, one row per sequence;
+recurrent layers keep transformers' states, one per row.
 
-It is for small models and for trying any architecture without a server: layers run in transformers'
-own code, and attention in torch's products with masks.
+This is for small models, and for trying any architecture without a server: layers run in
+transformers' code, and attention is torch's products with masks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
 
 class CachedHFPolicy:
-    """Weights, caches and recurrent states of one policy; used from one thread."""
+    """The weights, caches and recurrent states of one policy; used from one thread."""
 
     def __init__(self, policy: HFPolicy, *, num_rows: int, max_context: int) -> None:
         self.policy = policy
@@ -56,14 +56,14 @@ class CachedHFPolicy:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the policy sees pictures."""
+        """Whether the policy accepts images."""
         return self.policy.vision is not None
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy a full set of weights, by the checkpoint's names; all or nothing.
+        """Copy a full set of weights by the checkpoint's names, or nothing.
 
         Raises:
-            EngineError: a name is missing or unknown, or a shape is another.
+            EngineError: a name is missing or unknown, or a shape differs.
         """
         network = self.policy.network
         try:
@@ -80,7 +80,7 @@ class CachedHFPolicy:
             raise EngineError(f"the published weights are of another model: {error}") from error
         require_same_names(report["missing_keys"], report["unexpected_keys"])
         network.load_state_dict(read.state_dict())
-        if self.policy.vision is not None:  # reading them has set the attention of all parts
+        if self.policy.vision is not None:  # loading has reset the attention of all parts
             self.policy.vision.use_own_attention()
 
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
@@ -98,7 +98,7 @@ class CachedHFPolicy:
         self._states[a], self._states[b] = self._states[b], self._states[a]
 
     def clear(self) -> None:
-        """Drop all caches: what a broken model left in them would poison later sequences."""
+        """Drop all caches, in which a broken model may have left NaNs for later sequences."""
         self._caches.clear()
         self._states = [None] * self.num_rows
 
@@ -111,7 +111,7 @@ class CachedHFPolicy:
         return self.policy.logits(hidden_NC[step.last_tokens]).float()
 
     def _placed(self, step: Step) -> PlacedPictures:
-        """Return the pictures that enter in this step, and the positions of all its tokens."""
+        """Return the images that enter in this step, and the positions of all its tokens."""
         vision = self.policy.vision
         assert vision is not None
         refs: list[ImageRef] = []
@@ -131,7 +131,7 @@ class CachedHFPolicy:
         )
 
     def cache_of(self, layer: int, k_NKD: Tensor, v_NKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cached keys and values of a layer, which has these new ones."""
+        """Return a layer's cached keys and values; the new ones give their shape and type."""
         if layer not in self._caches:
             shape = (self.num_rows, self.scratch + 1)
             # Zeros, not empty: a masked NaN is still a NaN.
@@ -140,7 +140,7 @@ class CachedHFPolicy:
         return self._caches[layer]
 
     def state_of(self, row: int, *, is_new: bool) -> DynamicCache:
-        """Return the recurrent states of a row; fresh ones where its sequence begins."""
+        """Return the recurrent states of a row, fresh ones at the beginning of its sequence."""
         state = self._states[row]
         if is_new or state is None:
             state = self._states[row] = DynamicCache(
@@ -150,7 +150,7 @@ class CachedHFPolicy:
 
 
 class _CachedMixing:
-    """The `TokenMixing` of one step: every token sees what its row caches, and itself."""
+    """The `TokenMixing` of one step: every token sees its row's cache and itself."""
 
     def __init__(self, network: CachedHFPolicy, step: Step) -> None:
         self._network = network
@@ -166,12 +166,12 @@ class _CachedMixing:
         """For each sequence: its cache row, its tokens, and whether it begins in this step."""
         self._begun: dict[int, DynamicCache] = {}
         self._experts: dict[int, Tensor] = {}
-        """Per layer, those by which the step's logits are computed, [R + B, K]."""
+        """The experts by which the step's logits are computed, [R + B, K], by layer."""
 
     def attend(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, rules: ScoreRules
     ) -> Tensor:
-        """Put keys and values into the cache; return [N, H, E]."""
+        """Put keys and values into the cache, and return the attention, [N, H, E]."""
         step = self._step
         keys, values = self._network.cache_of(layer, k_NKD, v_NKE)
         keys[step.rows_N, step.positions_N] = k_NKD
@@ -197,7 +197,7 @@ class _CachedMixing:
         return torch.cat([out.flatten(0, 1) for out in outputs])
 
     def _seen(self, prompt: Prompt) -> Tensor | None:
-        """Return which keys are of the picture of a query, [1, Q, P]; None where all is causal."""
+        """Return which keys belong to a query's image, [1, Q, P]; None if all is causal."""
         vision, images = self._network.policy.vision, self._step.images.get(prompt.row, ())
         if vision is None:
             return None
@@ -210,7 +210,7 @@ class _CachedMixing:
     def recur(
         self, forward: Callable[..., Tensor], hidden_1NC: Tensor, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Return [1, N, C], each sequence with the states of its row."""
+        """Run a recurrent layer on each sequence with its row's states: [1, N, C]."""
         name = next(name for name in _CACHE_ARGUMENTS if name in kwargs)
         out_1NC = torch.zeros_like(hidden_1NC)
         for row, tokens, is_new in self._spans:
@@ -221,12 +221,12 @@ class _CachedMixing:
         return out_1NC
 
     def route(self, layer: int, own_NK: Tensor, num_experts: int) -> Tensor:
-        """Remember the router's choice."""
+        """Record the router's choice."""
         self._experts[layer] = own_NK[self._step.last_tokens]
         return own_NK
 
     def routed_experts(self, num_layers: int) -> Tensor | None:
-        """Return the choices of all layers, [R + B, L, K]; None where there was none."""
+        """Return the choices of all layers, [R + B, L, K]; None if there was no router."""
         if not self._experts:
             return None
         without = torch.zeros_like(next(iter(self._experts.values())))

@@ -20,9 +20,9 @@ class EngineStats:
     prefilled: int = 0
     """Prompt tokens that were computed."""
     reused: int = 0
-    """Prompt tokens found in the cache: from earlier turns of the session, or siblings' prompts."""
+    """Prompt tokens found in the cache, from earlier turns of the session or from siblings."""
     occupancy: int = 0
-    """Decoding rows, summed over the steps: divided by `num_steps`, the mean batch size."""
+    """Decoding rows, summed over steps; divided by `num_steps`, the mean batch size."""
     busy_s: float = 0.0
     """Wall seconds in the network and the sampler."""
 
@@ -36,16 +36,16 @@ class Request:
     session: str
     max_new_tokens: int
     images: tuple[ImageRef, ...] = ()
-    """The pictures of the prompt."""
+    """The images of the prompt."""
     is_anonymous: bool = False
-    """Whether the session is this turn only."""
+    """Whether the session has only this turn."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routed_experts: list[bytes] = field(default_factory=list)
-    """The experts of each sampled token of a mixture, in the form of `RoutedExperts`."""
+    """The experts of each sampled token of a mixture, encoded as in `RoutedExperts`."""
     experts_shape: tuple[int, int] = (0, 0)
-    """Layers, and experts of a token in each."""
+    """The number of layers, and of experts per token and layer."""
     uniforms: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     is_cancelled: bool = False
@@ -53,8 +53,8 @@ class Request:
     """Whether each token is delivered as soon as it is sampled."""
     num_delivered: int = 0
     cache_keys: tuple[int, ...] = field(init=False)
-    """The prompt's ids, with a negative number for placeholders of a picture: equal keys mean equal
-    keys and values in the cache; equal ids with other pictures do not."""
+    """The prompt's ids, with a negative number for placeholders of an image: equal keys mean equal
+    keys and values in the cache, while equal ids with other images do not."""
 
     def __post_init__(self) -> None:
         self.cache_keys = self.prompt_ids

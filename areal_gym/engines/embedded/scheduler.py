@@ -26,8 +26,8 @@ from areal_gym.message_types import ImageRef
 from areal_gym.types import FinishReason
 
 _MAX_SPREAD = 1.25
-"""Limit of decoded rows per working row; swapping two rows costs about as much as decoding one
-idle row for twenty steps."""
+"""The most decoded rows per working row; swapping two rows costs about as much as decoding one idle
+row for twenty steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,14 +36,14 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     """The cached tokens, from position 0, by their `Request.cache_keys`."""
     images: tuple[ImageRef, ...] = ()
-    """The pictures of the sequence that is sampled."""
+    """The images of the sequence that is being sampled."""
     session: str | None = None
-    """None while the row is free; its cache may still serve siblings."""
+    """None if the row is free; its cache may still serve siblings."""
     request: Request | None = None
-    """The turn that is being sampled; None while the session is idle or the row is free."""
+    """The turn that is being sampled; None if the session is idle or the row is free."""
     last_used: int = 0
     is_stale: bool = False
-    """Old weights computed some of `tokens`; only the turn in flight may use them."""
+    """Whether old weights computed some of `tokens`, which only the current turn may use."""
     family: int = 0
     num_shared: int = 0
     """Leading tokens that all rows of its family share; 0 without a family."""
@@ -94,7 +94,7 @@ class Scheduler:
         self.release(request.session)
 
     def release(self, session: str) -> None:
-        """Free the session's row, once a turn in flight has ended.
+        """Free the session's row after its current turn.
 
         Its cache serves siblings until it is overwritten.
         """
@@ -135,7 +135,7 @@ class Scheduler:
         self.network.clear()
 
     def step(self) -> list[Request]:
-        """Admit pending turns, sample one token for every turn, and return the turns that ended."""
+        """Admit pending turns, sample one token for every turn, and return the finished turns."""
         entering = self._admit()
         self._compact()
         decoding = [row for row in self._rows if row.request is not None and row not in entering]
@@ -187,7 +187,7 @@ class Scheduler:
     # ---- rows ---------------------------------------------------------------------------------
 
     def _admit(self) -> list[_Row]:
-        """Give rows to pending turns, first come, first served."""
+        """Give rows to pending turns in the order of their arrival."""
         entering: list[_Row] = []
         started: set[tuple[int, ...]] = set()
         postponed: list[Request] = []
@@ -197,8 +197,8 @@ class Scheduler:
                 continue
             prompt = request.cache_keys
             row = self._by_session.get(request.session)
-            # Turns of one session run one after the other; a sibling's prompt that this step
-            # computes is copied in the next one.
+            # Turns of one session run one after another; a prompt that a sibling computes in this
+            # step is copied in the next one.
             if prompt in started if row is None else row.request is not None:
                 postponed.append(request)
                 continue
@@ -208,9 +208,9 @@ class Scheduler:
                     postponed.append(request)
                     break
                 self._adopt(row, request)
-            # The last token is computed even if it is cached: its logits are needed.
+            # The last token is computed even if it is cached, because its logits are needed.
             num_cached = min(_common_prefix(row.tokens, prompt), len(prompt) - 1)
-            for image in request.images:  # a picture is computed as a whole
+            for image in request.images:  # an image is computed as a whole
                 if image.start < num_cached < image.start + image.length:
                     num_cached = image.start
             row.images = request.images
@@ -248,16 +248,16 @@ class Scheduler:
         self._by_session[request.session] = row
 
     def _free_row(self, avoid: _Row | None) -> _Row | None:
-        """Return a row without a session, else that of the longest idle session; None if all work.
+        """Return a free row, else that of the longest idle session; None if all rows work.
 
-        A row that already holds the prompt (`avoid`) is the first choice when it is free, and the
+        A row that already holds the prompt (`avoid`) is the first choice if it is free, and the
         last to be taken from an idle session.
         """
 
         def rank(row: _Row) -> tuple[bool, bool, int]:
             if row.session is not None:
                 return True, row is avoid, row.last_used
-            # The first, not the oldest: working rows stay together at the front.
+            # The first one, not the oldest, so that working rows stay together at the front.
             return False, row is not avoid, row.index
 
         idle = (row for row in self._rows if row.request is None)
@@ -267,9 +267,9 @@ class Scheduler:
         return row
 
     def _compact(self) -> None:
-        """Move working rows to the front when too many rows before the last one are idle.
+        """Move working rows to the front if too many rows among them are idle.
 
-        The network decodes rows 0 to R - 1 in one product, idle ones included.
+        The network decodes rows 0 to R - 1 in one product, including idle ones.
         """
         working = [row for row in self._rows if row.request is not None]
         if not working or working[-1].index < _MAX_SPREAD * len(working) + 4:
@@ -289,8 +289,8 @@ class Scheduler:
         requests = [row.request for row in rows if row.request is not None]
         on_device = partial(torch.tensor, device=self.network.device)
         temperature_B = on_device([r.params.temperature for r in requests], dtype=torch.float32)
-        drawn = [request.uniforms[len(request.token_ids)] for request in requests]
-        u_B = on_device(drawn, dtype=torch.float32)
+        uniforms = [request.uniforms[len(request.token_ids)] for request in requests]
+        u_B = on_device(uniforms, dtype=torch.float32)
         if any(r.params.top_p < 1 or r.params.top_k > 0 for r in requests):
             top_k_B = on_device([r.params.top_k for r in requests])
             top_p_B = on_device([r.params.top_p for r in requests])
@@ -321,7 +321,7 @@ class Scheduler:
 
 
 def _common_prefix(cached: Sequence[int], prompt: Sequence[int]) -> int:
-    """Count the common leading tokens. Turns extend their session: one comparison is enough."""
+    """Count the common leading tokens. Turns extend their session, so one comparison is common."""
     size = min(len(cached), len(prompt))
     if tuple(cached[:size]) == tuple(prompt[:size]):
         return size

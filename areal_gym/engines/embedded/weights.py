@@ -1,4 +1,4 @@
-"""A decoder's weights for inference: fused, laid out for speed, loaded in place."""
+"""A decoder's weights for inference: fused, arranged for speed, and loaded in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal_gym.models.tiny.kernels import product_kernels as products
 
 
 class Matrix:
-    """A weight matrix: packed if there is a CPU kernel for that, otherwise [I, O].
+    """A weight matrix: packed if there is a CPU kernel for it, otherwise [I, O].
 
     Transposing the second matrix of a small product would cost a quarter of its time.
     """
@@ -130,7 +130,7 @@ class FusedWeights:
         return F.embedding(token_ids_N, self._embedding)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy a full set of weights (Hugging Face names) in place; all or nothing.
+        """Copy a full set of weights by Hugging Face names, in place; or copy nothing.
 
         Raises:
             EngineError: a name is missing or unknown, or a shape differs.
@@ -154,8 +154,8 @@ class FusedWeights:
 
     def load_from(self, other: FusedWeights) -> None:
         """Copy weights of the same shape, bit for bit."""
-        for ours, theirs in zip(self._tensors(), other._tensors(), strict=True):
-            ours.copy_(theirs)
+        for tensor, source in zip(self._tensors(), other._tensors(), strict=True):
+            tensor.copy_(source)
 
     def _tensors(self) -> Iterator[Tensor]:
         parts = [self.head, self._embedding, self.final_norm]

@@ -1,4 +1,4 @@
-"""Streams of engines that answer in one piece: short generations, one after the other."""
+"""Streams from engines that answer in one piece, by short generations one after another."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ async def stream_in_chunks(
 ) -> AsyncGenerator[Piece, None]:
     """Stream by short generations, each of which continues the one before.
 
-    This suits engines that cache sessions, so that continuing is cheap, and that sample a token by
-    seed and position. All guarantees of `generate` (retries, versions, publications) hold for each
-    chunk.
+    This suits engines that cache sessions, so that continuing is cheap, and whose sampling depends
+    on seed and position. All guarantees of `generate` (retries, versions, publications) hold for
+    each chunk.
     """
     token_ids = list(prompt_ids)
     left = min(params.max_new_tokens, engine.max_context - len(token_ids))
-    given: dict[str, Any] = {"images": images} if images else {}
+    image_arguments: dict[str, Any] = {"images": images} if images else {}
     finish_reason = None
     while finish_reason is None:
         chunk = replace(params, max_new_tokens=min(left, chunk_tokens))
-        part = await engine.generate(token_ids, chunk, session=session, **given)
+        part = await engine.generate(token_ids, chunk, session=session, **image_arguments)
         token_ids += part.token_ids
         left -= len(part.token_ids)
         if part.finish_reason is not FinishReason.LENGTH or left <= 0:

@@ -1,6 +1,6 @@
-"""The common part of stand-ins for servers: pauses, versions, weights and adapters of an engine.
+"""The common part of fake servers: pauses, versions, weights and adapters around an engine.
 
-Each stand-in adds the routes of its kind. Received tensors are loaded into the engine behind the
+Each fake adds the routes of its kind. Received tensors are loaded into the engine behind the
 server, which must be in this process (`LocalEngine`).
 """
 
@@ -28,21 +28,21 @@ from areal_gym.types import FinishReason
 class FakeServer(EngineServer):
     """An `EngineServer` whose generation can be paused, and whose weights can be replaced.
 
-    Adapters are merged into the weights when a request asks for one, so that all requests that are
-    sampled at the same time use the same adapter, or none; those that ask for another one wait.
+    Adapters are merged into the weights when a request asks for one, so all requests that are being
+    sampled use the same adapter, or none; requests for another one wait.
 
     Args:
         engine: samples the requests; the server starts and closes it.
-        model_path: the reported model; the `config.json` of a checkpoint is read.
+        model_path: the reported model, whose `config.json` is read if it is a checkpoint.
         chunk_tokens: tokens sampled per engine call; abort and pause act between calls.
         host: the address to listen on.
-        port: 0 takes a free one.
+        port: the port; 0 takes a free one.
     """
 
     version = INITIAL_WEIGHTS
     """The server's name for its weights; publications set it."""
     released: Set[str] = frozenset()
-    """The kinds of memory that were released and not resumed; there is none to save."""
+    """The kinds of memory that are released; nothing is really freed."""
     _num_published = 0
 
     def __init__(
@@ -58,16 +58,16 @@ class FakeServer(EngineServer):
         self._chunk_tokens = chunk_tokens
         self._pause_mode: str | None = None
         self._waiting: set[RunningRequest] = set()
-        """Requests that came during a pause."""
+        """Requests that arrived during a pause."""
         self._changed = asyncio.Condition()
-        """Is notified when requests end, and when generation is paused or goes on."""
+        """Notified when requests end, and when generation pauses or continues."""
         self.forget_weights()
 
     async def start(self) -> None:
         """Start the engine and begin to serve.
 
         Raises:
-            OSError: the port is taken.
+            OSError: the port is in use.
         """
         await self.engine.start()
         self._pause_mode = None
@@ -80,16 +80,16 @@ class FakeServer(EngineServer):
         await self.engine.aclose()
 
     async def die(self) -> None:
-        """Drop all connections at once, as kill -9 would; `start` brings the server back."""
+        """Drop all connections at once, as kill -9 does; `start` brings the server back."""
         await super().aclose()
         self.version = INITIAL_WEIGHTS
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
-        """Let weights change: nothing is sampled inside.
+        """Let weights change: nothing is sampled inside of the context.
 
-        During a pause, running requests are parked or will be at their next chunk; otherwise an
-        update waits until all running requests have ended, as SGLang's does.
+        During a pause, running requests are parked at their next chunk; otherwise an update waits
+        until all running requests have ended, as SGLang's does.
         """
         async with self._changed:
             await self._changed.wait_for(
@@ -122,7 +122,7 @@ class FakeServer(EngineServer):
                 [*request.prompt_ids, *request.token_ids],
                 replace(request.params, max_new_tokens=min(left, self._chunk_tokens)),
                 session=request.rid,
-                **request.given_images,
+                **request.image_arguments,
             )
             request.extend(generation, [version] * len(generation.token_ids))
             if generation.finish_reason is FinishReason.STOP:
@@ -141,7 +141,7 @@ class FakeServer(EngineServer):
             request.is_parked = False
 
     async def pause(self, mode: str) -> None:
-        """Hold generation; with "abort", running requests end with what they have."""
+        """Pause generation; with "abort", running requests end with the tokens that they have."""
         self._pause_mode = mode
         if mode == "abort":
             for running in self._running:
@@ -150,7 +150,7 @@ class FakeServer(EngineServer):
                 self._changed.notify_all()
                 await self._changed.wait_for(lambda: not self._running)
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """End a pause."""
         self._pause_mode = None
         await self._notify()
@@ -162,21 +162,21 @@ class FakeServer(EngineServer):
     # ---- weights ------------------------------------------------------------------------------
 
     def forget_weights(self) -> None:
-        """Begin with the weights of `model_path` again."""
+        """Return to the weights of `model_path`."""
         self.released = frozenset()
         self._weights: dict[str, Any] = {}
-        """Tensors received so far: a server loads them by name, in any number of parts."""
+        """Received tensors by name; a server loads them in any number of parts."""
         self._adapters: dict[str, LoadedAdapter] = {}
         self._adapter: str | None = None
         """The adapter that is merged into the engine's weights."""
         self._num_users: Counter[str | None] = Counter()
-        """Requests by the adapter that they are sampled with."""
+        """Running requests by the adapter that they are sampled with."""
 
     async def load(self, tensors: dict[str, Any], version: str | None = None) -> None:
         """Replace weights; nothing is sampled meanwhile.
 
         Raises:
-            EngineError: the engine refuses them, or takes none; torch's errors may come, too.
+            EngineError: the engine refuses them, or takes none. torch's errors are possible, too.
         """
         await self._require("weights" not in self.released)
         complete = {**await asyncio.to_thread(self._base), **tensors}
@@ -187,16 +187,16 @@ class FakeServer(EngineServer):
                 self.version = version
 
     async def load_adapter(self, name: str, path: Path) -> None:
-        """Read a LoRA adapter; requests may name it from then on.
+        """Read a LoRA adapter, which requests may name from then on.
 
         Raises:
-            OSError: there is none. Untrusted files may raise anything.
+            OSError: there is no adapter. Untrusted files may raise anything.
         """
         if not (path / "adapter_config.json").is_file():
             raise OSError(f"no adapter_config.json in {path}")
         self._adapters[name] = await asyncio.to_thread(LoadedAdapter, path)
         if self._adapter == name:
-            self._adapter = ""  # what is merged is the old one
+            self._adapter = ""  # the old one is merged
 
     @asynccontextmanager
     async def _prepared(self, adapter: str | None) -> AsyncIterator[None]:
@@ -257,7 +257,7 @@ class FakeServer(EngineServer):
         await self.engine.publish(tensors.items(), self._num_published)
 
     async def _require(self, holds: bool) -> None:
-        """End, as the real server does, when memory is used that was released."""
+        """Die, as the real server does, when released memory is used."""
         if not holds:
             self._death = asyncio.create_task(EngineServer.aclose(self))
             raise web.HTTPServiceUnavailable
@@ -272,7 +272,7 @@ async def serve_checkpoint(
     max_context: int,
     **options: Any,
 ) -> None:
-    """Serve a checkpoint with the embedded engine until the process is told to end.
+    """Serve a checkpoint with the embedded engine until the process gets a signal to end.
 
     `options` are arguments of `make_server`.
     """

@@ -1,4 +1,4 @@
-"""Tensors that the fake SGLang server is given: files, adapters, request bodies, broadcasts."""
+"""Tensors that fake servers receive: from files, adapters, request bodies and broadcasts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_weights(directory: Path) -> dict[str, Any]:
 
 
 class LoadedAdapter:
-    """A LoRA adapter, read when it is loaded: its files may go."""
+    """A LoRA adapter, which is read at once, so that its files may be deleted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class LoadedAdapter:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles tensors and plain data only, never code; as strict as SGLang's."""
+    """Unpickles only tensors and plain data, never code; as strict as SGLang's."""
 
     _ALLOWED = (
         ("collections", "OrderedDict"),
@@ -70,7 +70,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _storage_from_bytes(raw: bytes) -> Any:
-    """Load as `torch.storage._load_from_bytes` does, but never unpickle code."""
+    """Load what `torch.storage._load_from_bytes` does, without unpickling code."""
     import torch
 
     return torch.load(io.BytesIO(raw), weights_only=True)
@@ -81,7 +81,7 @@ def unpacked(serialized: str, load_format: str | None) -> dict[str, Any]:
     raw = base64.b64decode(serialized)
     content = _Unpickler(io.BytesIO(raw)).load()
     if load_format == "flattened_bucket":
-        flat = content["flattened_tensor"].clone()  # shared memory, whose owner fills it again
+        flat = content["flattened_tensor"].clone()  # the owner of shared memory fills it again
         return {
             meta.name: flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
             for meta in content["metadata"]

@@ -1,4 +1,4 @@
-"""The JSON of requests and answers of servers."""
+"""JSON of requests to servers and of their answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import orjson
 
 
 def dump_json(body: dict[str, Any]) -> bytes:
-    """Return JSON. orjson takes a tenth of the time, and refuses what is not valid UTF-8."""
+    """Return JSON. orjson takes a tenth of the time, but refuses invalid UTF-8."""
     try:
         return orjson.dumps(body)
     except TypeError:
@@ -17,7 +17,7 @@ def dump_json(body: dict[str, Any]) -> bytes:
 
 
 def load_json(body: bytes) -> Any:
-    """Parse JSON. orjson takes a third of the time, and does not know NaN, which Python writes."""
+    """Parse JSON. orjson takes a third of the time, but refuses NaN, which Python writes."""
     try:
         return orjson.loads(body)
     except ValueError:
@@ -25,7 +25,7 @@ def load_json(body: bytes) -> Any:
 
 
 def message_of(answer: Any) -> str:
-    """Return the server's own message: every family of routes has its own shape."""
+    """Return the server's own message, whose place differs between families of routes."""
     if isinstance(answer, dict):
         for key in ("error", "message", "error_message", "detail"):
             if answer.get(key):

@@ -25,20 +25,20 @@ _HEALTH_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartRecipe:
-    """Tells how a kind of server is started; can be sent to other machines."""
+    """How a kind of server is started; can be sent to other machines."""
 
     name: str
-    """Begins the names of logs."""
+    """The first part of the names of logs."""
     python_arguments: tuple[str, ...]
-    """Start a server by the Python of the machine that it is started on."""
+    """Arguments by which the Python of the server's machine starts a server."""
     model_flag: str | None
-    """The flag before the model's path; None: it comes first, without one."""
+    """The flag before the model's path; None if the path comes first, without a flag."""
     arguments: tuple[str, ...] = ()
-    """Arguments of all servers, before those of the user."""
+    """Arguments of all servers, before the user's."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the server's environment, unless the user's has them."""
+    """Environment variables of the server, which the user's override."""
     modules: Path | None = None
-    """A folder in `areal_gym/engines`, whose modules servers import."""
+    """A folder in `areal_gym/engines` with modules that servers import."""
 
     def variables(self) -> dict[str, str]:
         """Return the environment of a server that this process starts."""
@@ -54,17 +54,17 @@ class StartRecipe:
 
 
 class ServerProcess(Protocol):
-    """A server process that the engine starts, and restarts when it has died."""
+    """A server process that the engine starts, and restarts after its death."""
 
     url: str
     log: Path
 
     @property
     def is_running(self) -> bool:
-        """Whether the process lives; it may still be starting."""
+        """Whether the process is running; it may still be starting."""
 
     async def start(self) -> None:
-        """Start the server, and return when it serves; raise EngineError if it does not come up."""
+        """Start the server and return when it serves; raise EngineError if it does not come up."""
 
     async def aclose(self) -> None:
         """End the server. Idempotent."""
@@ -76,18 +76,18 @@ class ServerProcess(Protocol):
 class LaunchedServer:
     """Runs one server as a process on this machine.
 
-    The server ends when this process ends, however that happens (see `process_guard`).
+    The server ends when this process ends in any way (see `process_guard`).
 
     Args:
         policy: the checkpoint directory to serve.
-        recipe: how servers of its kind are started.
-        command: starts the server, a string or a list; the default is that of this Python.
+        recipe: how servers of this kind are started.
+        command: starts the server, as a string or a list; by default this Python does.
         server_args: further arguments.
-        gpus: for CUDA_VISIBLE_DEVICES; null leaves it alone.
-        host: the address that it listens on.
-        port: a free one by default.
-        log: the file for its output; a temporary file by default, removed when all went well.
-        start_timeout_s: the server must serve by then.
+        gpus: the value of CUDA_VISIBLE_DEVICES; None leaves it unchanged.
+        host: the address to listen on.
+        port: the port; by default a free one.
+        log: the file for its output; by default a temporary file, removed if all goes well.
+        start_timeout_s: how many seconds the server may take until it serves.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class LaunchedServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process lives; it may still be starting."""
+        """Whether the process is running; it may still be starting."""
         return self._guard is not None and self._guard.poll() is None
 
     async def start(self) -> None:
@@ -200,7 +200,7 @@ class LaunchedServer:
 
 
 def module_folder(modules: Path) -> Path:
-    """Return the full path of a folder of `engines`, on this machine."""
+    """Return the absolute path of a folder of `engines` on this machine."""
     return Path(__file__).parents[1] / modules
 
 

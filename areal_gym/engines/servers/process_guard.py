@@ -1,7 +1,7 @@
-"""Runs a command and ends it, with all its children, when the parent process is gone.
+"""Runs a command and ends it, with all its children, when the parent process ends.
 
-`LaunchedServer` runs this as a script in a session of its own; it imports the standard library
-only. Standard input is a pipe from the parent: when it closes, for whatever reason (a close, an
+`LaunchedServer` runs this as a script in a session of its own; it imports only the standard
+library. Standard input is a pipe from the parent. When it closes, for any reason (a close, an
 exception, Ctrl-C, kill -9), the command is ended. The command's children share this process group,
 which is killed as a whole.
 """
@@ -16,7 +16,7 @@ import sys
 import threading
 
 _GRACE_S = 2.0
-"""Time for the command to end by itself after SIGTERM."""
+"""Seconds in which the command may end by itself after SIGTERM."""
 
 
 def _end(command: subprocess.Popen[bytes]) -> None:

@@ -1,6 +1,6 @@
-"""Publications: generation is interrupted while the servers of a pool take new weights.
+"""Interrupts generation while the servers of a pool take new weights, or while they sleep.
 
-Or while they sleep, for a trainer that uses the same GPUs (`sleep`).
+Servers sleep for a trainer that uses the same GPUs (`sleep`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from areal_gym.engines.servers.server_state import ServerState
 from areal_gym.errors import EngineError, EngineUnreachableError
 
 _DRAIN_S = 60.0
-"""A server that has not returned its requests by then is lost."""
+"""A server that has not returned its requests after this many seconds is lost."""
 
 
 class PublicationGate:
@@ -24,7 +24,7 @@ class PublicationGate:
 
     Args:
         pool: the servers.
-        may_set_aside: whether servers may set requests aside instead of aborting them.
+        may_set_aside: whether servers may hold requests instead of aborting them.
     """
 
     def __init__(self, pool: ServerPool, *, may_set_aside: bool) -> None:
@@ -35,9 +35,9 @@ class PublicationGate:
         self._paused_states: list[ServerState] = []
         """The servers that a publication has paused, or that sleep."""
         self._refusals: list[EngineError] = []
-        """What the last comparison of log-probabilities has found, one for each server."""
+        """Errors of the latest comparison of log-probabilities, one per refused server."""
         self._since_s = 0.0
-        """The time at which the servers fell asleep."""
+        """The time when the servers fell asleep."""
 
     @property
     def is_open(self) -> bool:
@@ -45,7 +45,7 @@ class PublicationGate:
         return self._is_open.is_set()
 
     async def wait(self) -> None:
-        """Return when no publication is under way."""
+        """Wait until no publication is in progress."""
         if not self.is_open:
             clock = asyncio.get_running_loop().time
             since_s = clock()
@@ -56,13 +56,13 @@ class PublicationGate:
     async def updating(
         self, version: int, *, must_abort: bool
     ) -> AsyncIterator[Sequence[ServerClient]]:
-        """Interrupt generation, hand out the servers, and resume those that report `version`.
+        """Interrupt generation, yield the servers, and resume those that report `version`.
 
-        Servers that are asleep take their weights' memory again, and go on at `wake_up` only.
+        Sleeping servers allocate their weights' memory again, and continue only at `wake_up`.
 
         Raises:
             EngineError: no server took the new weights.
-            EngineUnreachableError: no server answered for the grace period.
+            EngineUnreachableError: no server answered within the grace period.
         """
         pool = self._pool
         self._refusals = []
@@ -106,7 +106,7 @@ class PublicationGate:
                 pool.stats.publication_s += clock() - since_s
 
     async def _verify(self, states: Sequence[ServerState]) -> None:
-        """Compare the servers that go on with the trainer, before new requests are sent."""
+        """Compare the servers that continue with the trainer, before new requests are sent."""
         pool = self._pool
         checks = (pool.verify(state) for state in states if state.is_serving)
         self._refusals = [error for error in await asyncio.gather(*checks) if error is not None]
@@ -114,9 +114,9 @@ class PublicationGate:
     # ---- colocation ---------------------------------------------------------------------------
 
     async def sleep(self, *, keeps_weights: bool) -> None:
-        """Let the servers release their memory; until `wake_up`, requests wait.
+        """Let the servers release their memory; requests wait until `wake_up`.
 
-        With `keeps_weights` they release that of the cache only.
+        With `keeps_weights`, only the cache's memory is released.
         """
         pool = self._pool
         await pool.lock.acquire()
@@ -125,26 +125,26 @@ class PublicationGate:
         self._since_s = asyncio.get_running_loop().time()
         tags = [CACHE] if keeps_weights else [CACHE, WEIGHTS]
 
-        async def fall(state: ServerState) -> None:
+        async def put_to_sleep(state: ServerState) -> None:
             if not self._may_set_aside:
                 async with asyncio.timeout(_DRAIN_S):
                     await _drain(state, spares_others=False)
             await state.client.fall_asleep(tags)
 
-        self._paused_states = await self._on_each(pool.serving, fall)
+        self._paused_states = await self._on_each(pool.serving, put_to_sleep)
 
     async def wake_up(self) -> None:
-        """Let the servers take all their memory again, and go on with what they had begun.
+        """Let the servers allocate all memory again, and continue interrupted requests.
 
-        Without a publication since they fell asleep they go on with the weights of before: those
-        that they have kept, or those that are on the disk. Where they are on none, the server is
-        lost until the next publication. Nothing is done when they are awake.
+        Without a publication since they fell asleep, they continue with their old weights, which
+        they have kept or load from disk. If those are not on disk, the server is lost until the
+        next publication. Does nothing if the servers are awake.
         """
         pool = self._pool
         if not pool.is_asleep:
             return
 
-        async def rise(state: ServerState) -> None:
+        async def wake(state: ServerState) -> None:
             if not state.is_serving:
                 raise EngineError(f"{state.client.url} was lost while it slept")
             if await state.client.take_back(WEIGHTS):
@@ -153,11 +153,11 @@ class PublicationGate:
                 await state.client.set_version(str(pool.policy_version))
             await state.client.take_back(CACHE)
             await state.client.resume()
-            if state.is_outdated:  # tokens that are sampled now have the name's version, and fail
+            if state.is_outdated:  # tokens sampled now would have a wrong version
                 raise EngineError(f"{state.client.url} needs the weights of the next publication")
 
         try:
-            await self._on_each(self._paused_states, rise)
+            await self._on_each(self._paused_states, wake)
             await self._verify(self._paused_states)
         finally:
             pool.is_asleep = False
@@ -166,9 +166,9 @@ class PublicationGate:
             pool.lock.release()
 
     async def _reload(self, state: ServerState) -> bool:
-        """Load the policy's version on a server that released its weights, and took none since.
+        """Load the policy's version on a server that released its weights and got none since.
 
-        Returns whether it has it: only the next publication can bring weights that are on no disk.
+        Returns whether it could: weights that are on no disk come only with the next publication.
         """
         pool, client = self._pool, state.client
         if pool.policy_version == 0 and state.facts is not None:
@@ -178,7 +178,7 @@ class PublicationGate:
 
     @asynccontextmanager
     async def _weights_in_memory(self) -> AsyncIterator[None]:
-        """Take the weights' memory again; the servers are paused already, and stay so."""
+        """Allocate the weights' memory again; the servers are paused already, and stay so."""
 
         async def take(state: ServerState) -> None:
             await state.client.take_back(WEIGHTS)
@@ -191,7 +191,7 @@ class PublicationGate:
     async def _on_each(
         self, states: Sequence[ServerState], act: Callable[[ServerState], Awaitable[None]]
     ) -> list[ServerState]:
-        """Return the servers where `act` has succeeded; the others are lost."""
+        """Return the servers for which `act` succeeded; the others are lost."""
 
         async def one(state: ServerState) -> bool:
             try:
@@ -241,9 +241,9 @@ async def _pause(
 
 
 async def _drain(state: ServerState, *, spares_others: bool) -> None:
-    """Abort until every request is back: one may have been on its way to the server.
+    """Abort until every request is back, because one may still be on its way to the server.
 
-    With `spares_others`, requests of other processes go on where none of ours is in flight.
+    With `spares_others`, requests of other processes continue if none of ours is in flight.
     """
     wait_s = 0.05
     while state.num_in_flight or not spares_others:

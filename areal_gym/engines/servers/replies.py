@@ -1,4 +1,4 @@
-"""Requests of turns and replies to them, as every kind of server has them."""
+"""Requests for turns and the replies to them, in a form common to all kinds of servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areal_gym.types import FinishReason, RoutedExperts
 from areal_gym.utils.packed_numbers import Floats, Ints
 
 INITIAL_WEIGHTS = "default"
-"""Servers' name for the weights that they started with: our version 0."""
+"""The servers' name for the weights that they started with, our version 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,17 +27,17 @@ class TurnRequest:
     adapter: str | None
     """The name of the LoRA adapter to sample with."""
     version: int
-    """The policy version that the tokens have if the server does not report one."""
+    """The policy version of the tokens, unless the server reports one."""
     num_layers: int | None
-    """Of the policy, for the experts of tokens."""
+    """The policy's number of layers, for the experts of tokens."""
     images: tuple[ImageRef, ...] = ()
-    """The pictures of the prompt."""
+    """The images of the prompt."""
     banned_ids: tuple[int, ...] = ()
-    """Ids that are never sampled: placeholders of pictures."""
+    """Ids that must not be sampled: placeholders of images."""
 
     @property
     def wire_ids(self) -> list[int]:
-        """The prompt with one placeholder per picture."""
+        """The prompt with a single placeholder per image."""
         return collapsed(self.prompt_ids, self.images) if self.images else self.prompt_ids
 
 
@@ -72,7 +72,7 @@ class Reply:
 
 
 def shared_sampling_params(params: SamplingParams) -> dict[str, Any]:
-    """Return those of `params` that all servers name alike."""
+    """Return the sampling parameters whose names all servers share."""
     body: dict[str, Any] = {"temperature": params.temperature}
     if params.top_p != 1.0:
         body["top_p"] = params.top_p
@@ -91,7 +91,7 @@ def make_reply(
     spans: Sequence[dict[str, Any]] | None,
     version: int,
 ) -> Reply:
-    """Return the reply of `route`; tokens have `version` where the server tells no spans of theirs.
+    """Return the reply of `route`; tokens have `version` if the server reports no spans.
 
     Raises:
         EngineError: the answer is not one that servers give.
@@ -106,7 +106,7 @@ def make_reply(
 
 
 def version_of(name: str) -> int:
-    """Return the version for a server's name of its weights; -1 for those of another run."""
+    """Return the version for a server's name of its weights; -1 if another run published them."""
     if name == INITIAL_WEIGHTS:
         return 0
     return int(name) if name.isdecimal() else -1

@@ -1,4 +1,4 @@
-"""A client for one server: requests return an answer or raise a clear error."""
+"""A client for one server, whose requests return an answer or raise a clear error."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from areal_gym.engines.servers.replies import INITIAL_WEIGHTS, Reply, TurnReques
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 
 QUICK_S = 30.0
-"""Long enough for a lookup on a busy machine."""
+"""Seconds that suffice for a lookup on a busy machine."""
 DISK_S = 600.0
 ADAPTER_S = 120.0
 MEMORY_S = 120.0
-"""Long enough to unmap, or to map again, the memory of the largest GPUs."""
+"""Seconds that suffice to unmap or map the memory of the largest GPUs."""
 WEIGHTS, CACHE = "weights", "kv_cache"
 """Kinds of memory that servers release."""
 _ASLEEP = "asleep:"
-"""Begins the name of its weights that a server reports while it has released memory, named after
-it. A server ends when it is asked to release what it has released: a later run reads the name."""
+"""The first part of the weights' name that a sleeping server reports; the rest names the released
+memory. A later run reads it, because a server dies when told to release memory twice."""
 _LARGE_BYTES = 2**20
 _KEEPALIVE_S = 3.0
-"""Servers hang up on idle connections after 5 s; a request sent at that moment would be lost."""
+"""Servers close idle connections after 5 s, and a request sent at that moment would be lost."""
 _ONE_REQUEST = {"Connection": "close"}
 
 
@@ -46,34 +46,34 @@ class RefusedError(EngineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts:
-    """A server's description of itself."""
+    """What a server reports about itself."""
 
     version: str
     """The version of the server's program."""
     model_path: str
     weight_version: str
     max_context: int
-    """Prompt and new tokens together."""
+    """The most tokens of prompt and new tokens together."""
     vocab_size: int | None
-    """Of the model; None if the server does not report it."""
+    """The model's vocabulary size; None if the server does not report it."""
     can_set_aside: bool
-    """Requests can wait in the server while weights change, and go on where they stopped."""
+    """Whether requests can wait in the server while weights change, and continue afterwards."""
     device: str
     """The kind of device that it samples on; "unknown" if the server does not report it."""
     frees_memory: bool
-    """The memory of its GPUs can be released."""
+    """Whether the memory of its GPUs can be released."""
     dtype: str = "unknown"
-    """The type that it computes in, as torch names it."""
+    """The type that it computes in, by torch's name."""
 
 
 class ServerClient(ABC):
     """Sends requests to one server. Failures are `EngineError`s that quote the server.
 
-    Subclasses have the protocol of one kind of server.
+    Subclasses implement the protocol of one kind of server.
 
     Args:
         url: the server's base URL, `http://host:port`.
-        policy: the model it should serve; error messages name it in the start command.
+        policy: the model that it should serve; messages name it in the start command.
 
     Raises:
         ConfigError: `url` is not a URL.
@@ -84,17 +84,16 @@ class ServerClient(ABC):
     protocol: ClassVar[str]
     """The protocol's name, by which weight syncs choose their requests."""
     context_flag: ClassVar[str]
-    """The argument of the server that sets its context."""
+    """The server's argument that sets its context."""
     version_route: ClassVar[str]
-    """The route that tells the name of the server's weights."""
+    """The route that reports the name of the server's weights."""
     survives_torn_updates: ClassVar[bool] = True
-    """Whether a server whose update was cut off can load weights again; otherwise only a restart
-    helps."""
+    """Whether a server can load weights after an update that was cut off."""
     can_wake_twice: ClassVar[bool] = False
-    """Whether the server ignores it when it is to take memory that it has not released; otherwise
-    it ends."""
+    """Whether the server ignores a request to allocate memory that it has not released; else it
+    dies."""
     pauses_to_abort: ClassVar[bool] = False
-    """Whether `abort_and_pause` returns all requests; otherwise `abort_all` is repeated."""
+    """Whether `abort_and_pause` returns all requests; else `abort_all` is repeated."""
 
     def __init__(self, url: str, *, policy: Path | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -114,9 +113,9 @@ class ServerClient(ABC):
         self.loaded_adapter: tuple[Path, int] | None = None
         """The directory of the LoRA adapter that the server loaded last, and its version."""
         self.num_ranks = 1
-        """Processes that share the model; set by `probe`."""
+        """The number of processes that share the model; set by `probe`."""
         self._released: list[str] | None = None
-        """The memory that the server has released and not taken again; None before it slept."""
+        """The memory that the server has released; None before it slept."""
         self._session: aiohttp.ClientSession | None = None
 
     # ---- the protocol of a kind of server -------------------------------------------------------
@@ -131,12 +130,12 @@ class ServerClient(ABC):
         """Ask what the server can do; sets `num_ranks`.
 
         Raises:
-            EngineError: it is not such a server, or lacks a route that is needed.
+            EngineError: it is another kind of server, or lacks a required route.
         """
 
     @abstractmethod
     async def set_version(self, version: str) -> None:
-        """Let the server report `version`; requests in flight go on."""
+        """Make the server report `version`; requests in flight continue."""
 
     @abstractmethod
     async def sample(self, request: TurnRequest, *, timeout_s: float) -> Reply:
@@ -154,19 +153,19 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def abort_all(self) -> None:
-        """Ask for all requests back, with the tokens that they have."""
+        """Make the server return all requests with the tokens that they have."""
 
     async def abort_and_pause(self) -> None:
-        """Get all requests back, and hold new ones until `resume` (see `pauses_to_abort`)."""
+        """Make the server return all requests, and hold new ones until `resume`."""
         raise NotImplementedError
 
     @abstractmethod
     async def set_aside(self) -> None:
-        """Let requests wait in the server until `resume`; they are computed anew then."""
+        """Hold requests in the server until `resume`, when their caches are recomputed."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on after `set_aside` or `abort_and_pause`. Idempotent."""
+        """Continue after `set_aside` or `abort_and_pause`. Idempotent."""
 
     @abstractmethod
     async def _load(self, directory: str, version: str) -> None:
@@ -178,27 +177,27 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter; returns when no request uses it."""
+        """Unload a LoRA adapter; return when no request uses it."""
 
     @abstractmethod
     async def begin_update(self) -> None:
-        """Begin to take tensors."""
+        """Begin an update by tensors."""
 
     @abstractmethod
     async def end_update(self, version: int) -> None:
-        """End `begin_update`: all tensors of `version` have come."""
+        """End an update for which all tensors of `version` were sent."""
 
     async def abandon_update(self) -> None:
-        """End an update that failed: some of the new weights are loaded, under the old name."""
+        """End an update that failed; some of the new weights are loaded under the old name."""
         await self.set_version(BROKEN_WEIGHTS)
 
     @abstractmethod
     async def _release_memory(self, tags: Sequence[str]) -> None:
-        """Release the memory of `tags`; requests have been set aside."""
+        """Release the memory of `tags`; requests are held already."""
 
     @abstractmethod
     async def _take_memory(self, tags: Sequence[str]) -> None:
-        """Take the memory of `tags` again; what was in it is lost."""
+        """Allocate the memory of `tags` again; its content is lost."""
 
     # ---- weights and memory, by these routes ----------------------------------------------------
 
@@ -206,13 +205,13 @@ class ServerClient(ABC):
         """Return the server's name for its weights; "default" before the first update."""
         info = await self.get(self.version_route, timeout_s=timeout_s)
         if "weight_version" not in info:
-            raise self.is_another(f"{self.version_route} tells no version of its weights")
+            raise self.is_another(f"{self.version_route} does not report a version of its weights")
         return str(info["weight_version"])
 
     async def load_from_disk(self, directory: Path, version: int, *, is_kept: bool = True) -> None:
         """Load the checkpoint in `directory`; the server reports `version` from then on.
 
-        `is_kept`: the files stay as they are, for servers that come back.
+        `is_kept` tells that the files stay unchanged, for servers that come back later.
 
         Raises:
             EngineError: the server refused, and keeps its weights.
@@ -235,12 +234,12 @@ class ServerClient(ABC):
         self.loaded_adapter = (Path(directory), version)
 
     async def fall_asleep(self, tags: Sequence[str]) -> None:
-        """Set requests aside, and release the memory of `tags` (`WEIGHTS`, `CACHE`).
+        """Hold requests, and release the memory of `tags` (`WEIGHTS`, `CACHE`).
 
-        A server that refuses to release its cache keeps it, and sleeps all the same.
+        A server that refuses to release only its cache keeps it, and sleeps nevertheless.
 
         Raises:
-            RefusedError: it refuses to release its weights; whether it has them is not known.
+            RefusedError: it refused to release its weights; whether it has them is unknown.
         """
         await self.set_aside()
         await self.set_version(_ASLEEP + ",".join(tags))
@@ -255,7 +254,7 @@ class ServerClient(ABC):
                 self._released = []
 
     async def take_back(self, *tags: str) -> bool:
-        """Take memory that the server has released again; return whether any was released.
+        """Allocate released memory again; return whether any was released.
 
         Raises:
             EngineError: the server does not sleep, because it was restarted.
@@ -270,10 +269,10 @@ class ServerClient(ABC):
         return bool(taken)
 
     async def wake_forgotten(self, model_path: str) -> None:
-        """Wake a server that was left asleep: by a killed run, or when it was lost in its sleep.
+        """Wake a server that was left asleep by a killed run, or when it was lost.
 
-        It has the weights of its start then, unless some were published while it slept. Nothing is
-        done when it is awake.
+        It gets the weights of its start, unless some were published while it slept. Does nothing if
+        the server is awake.
         """
         name = await self.weight_version()
         if name == INITIAL_WEIGHTS:  # it was restarted
@@ -309,17 +308,17 @@ class ServerClient(ABC):
     async def post(
         self, route: str, body: dict[str, Any], *, timeout_s: float = QUICK_S
     ) -> dict[str, Any]:
-        """Send a POST request, on a connection of its own; raises as `get` does.
+        """Send a POST request on its own connection; raises as `get` does.
 
-        vLLM hangs up after an error of its own, without notice: another request on that connection
-        would be lost.
+        vLLM closes a connection after an error of its own, so that another request on it would be
+        lost.
         """
         return await self._request("POST", route, dump_json(body), timeout_s, _ONE_REQUEST)
 
     async def post_often(
         self, route: str, body: dict[str, Any], *, timeout_s: float
     ) -> dict[str, Any]:
-        """Send a POST request on a connection that is used again; raises as `get` does."""
+        """Send a POST request on a connection that is reused; raises as `get` does."""
         return await self._request("POST", route, dump_json(body), timeout_s, {})
 
     async def aclose(self) -> None:
@@ -340,13 +339,13 @@ class ServerClient(ABC):
         headers: dict[str, str],
     ) -> dict[str, Any]:
         if self._session is None:
-            # The default connector has 100 connections, and the 101st episode would wait.
+            # The default connector has only 100 connections, so the 101st episode would wait.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
                 headers={"Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=None),
             )
-        # Weights are sent piece by piece, so that other calls go on meanwhile.
+        # Large bodies are sent in pieces, so that other calls continue meanwhile.
         body = io.BytesIO(data) if data and len(data) > _LARGE_BYTES else data
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -389,7 +388,7 @@ class ServerClient(ABC):
 
 
 def is_refused(error: BaseException) -> bool:
-    """Return whether the connection was refused; otherwise the server may only be busy."""
+    """Return whether the connection was refused; if not, the server may only be busy."""
     return isinstance(error.__cause__, aiohttp.ClientConnectorError)
 
 

@@ -1,4 +1,4 @@
-"""The common part of engines over servers: samples a policy that others serve, token-exactly.
+"""The common part of engines over servers, which sample a served policy token-exactly.
 
     generate:  [gate] -> a server -> its reply -> stop, length       the turn is complete
                   ^                     |
@@ -10,9 +10,9 @@
     updating:  gate closes; generation is interrupted; weights change; each server must report
                the new version; gate opens (`publication`)
 
-A publication interrupts generation in one of two ways. "abort": requests end with the tokens they
-have, and are sent again with them as part of the prompt. The other way, whose name is the
-server's, lets requests wait in the server, which recomputes their caches under the new weights.
+A publication interrupts generation in one of two ways. "abort": requests end with the tokens that
+they have, and are sent again with these as part of the prompt. The other way, named by each kind of
+server, holds requests in the server, which recomputes their caches under the new weights.
 
 No token gets a version that it was not sampled under: servers report the version per token, or no
 request is in flight while weights change.
@@ -44,33 +44,33 @@ _STREAM_CHUNK = 16
 
 
 class ServerEngine(TurnSampler):
-    """Samples a policy that servers of one kind serve; subclasses name the kind.
+    """Samples a policy from servers of one kind, which a subclass names.
 
     Args:
         policy: the checkpoint directory that the servers start with.
         urls: running servers; without any, `num_servers` are started here and ended by `aclose`.
-        max_context: tokens of one sequence; lowered to the limit of the servers.
-        interrupt: how a publication interrupts generation: "abort", or the one by which requests
-            wait in the server.
+        max_context: the most tokens of a sequence; lowered to the limit of the servers.
+        interrupt: how a publication interrupts generation: "abort", or the way that holds requests
+            in the server (`in_place`).
         max_retries: retries of one call after failures of servers.
-        request_timeout_s: the time limit of one request; there is no other.
-        grace_s: how long calls wait when no server serves.
+        request_timeout_s: the time limit of one request, the only one.
+        grace_s: how long calls wait if no server serves.
         health_interval_s: seconds between two health checks of each server.
-        take_over: servers may hold other weights at the start; training publishes its own.
-        is_guest: another process publishes to these servers, and their versions count. It must let
-            requests wait in the server, because guests do not wait for publications.
+        take_over: whether servers may have other weights at the start, which training replaces.
+        is_guest: whether another process publishes to these servers, and determines the versions.
+            It must hold requests in the server, because guests do not wait for publications.
         has_adapters: as a guest, whether the servers' versions are LoRA adapters on the same
             weights, which requests must name.
-        num_servers: servers to start.
+        num_servers: the number of servers to start.
         command: starts a server; by default a module of this Python does.
         server_args: further arguments of `command`.
         gpus: CUDA_VISIBLE_DEVICES of each started server.
-        log_dir: keeps their logs; by default logs are removed when all went well.
-        start_timeout_s: a started server must serve by then.
+        log_dir: the directory for logs; by default logs are removed if all goes well.
+        start_timeout_s: how many seconds a started server may take until it serves.
         processes: servers placed elsewhere, which this engine starts and ends.
 
     Raises:
-        ConfigError: arguments that do not fit together.
+        ConfigError: the arguments do not fit together.
     """
 
     client_class: ClassVar[type[ServerClient]]
@@ -78,11 +78,11 @@ class ServerEngine(TurnSampler):
     recipe: ClassVar[StartRecipe]
     """How servers are started."""
     in_place: ClassVar[str]
-    """The name of the interruption that lets requests wait in the server."""
+    """The name of the interruption that holds requests in the server."""
     memory_flags: ClassVar[tuple[str, ...]] = ()
-    """Arguments of servers on GPUs whose memory is to be released."""
+    """Arguments of servers on GPUs whose memory can be released."""
     experts_flags: ClassVar[tuple[str, ...]] = ()
-    """Arguments of servers that tell the experts of tokens."""
+    """Arguments of servers that report the experts of tokens."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class ServerEngine(TurnSampler):
             )
         self.max_context = max_context
         self.context_hint = f"more fit with a larger engine.max_context, which is {max_context}"
-        """What to type for longer sequences."""
+        """A hint for longer sequences."""
         self.takes_grammars = True
         self.takes_images = bool(banned_ids_of(policy))
         self.take_over = take_over
@@ -154,8 +154,8 @@ class ServerEngine(TurnSampler):
         """Make the engine of a run's settings; `engine.kwargs` are the constructor's arguments.
 
         Raises:
-            ConfigError: arguments that do not fit together.
-            TypeError: unknown arguments.
+            ConfigError: the arguments do not fit together.
+            TypeError: an argument is unknown.
         """
         return cls(policy, urls=settings.url, max_context=settings.max_context, **settings.kwargs)
 
@@ -163,8 +163,8 @@ class ServerEngine(TurnSampler):
         """Start servers if no URLs were given, and probe all servers.
 
         Raises:
-            EngineError: one does not answer, or ended while starting.
-            ConfigError: one is another server, or does not support the settings.
+            EngineError: a server does not answer, or ended while starting.
+            ConfigError: a server is of another kind, or does not support the settings.
         """
         processes = (state.process for state in self.servers)
         await asyncio.gather(*(process.start() for process in processes if process is not None))
@@ -212,7 +212,7 @@ class ServerEngine(TurnSampler):
 
         Raises:
             EngineError: the prompt does not fit, or the retry budget is spent.
-            EngineUnreachableError: no server served for the grace period.
+            EngineUnreachableError: no server served within the grace period.
         """
         room = min(params.max_new_tokens, self.max_context - len(prompt_ids))
         if not prompt_ids or room <= 0:
@@ -250,7 +250,7 @@ class ServerEngine(TurnSampler):
 
     @property
     def server_urls(self) -> Sequence[str]:
-        """The base URLs of all servers, lost ones too."""
+        """The base URLs of all servers, including lost ones."""
         return [state.client.url for state in self.servers]
 
     def updating(
@@ -260,7 +260,7 @@ class ServerEngine(TurnSampler):
 
         Raises:
             EngineError: no server took the new weights.
-            EngineUnreachableError: no server answered for the grace period.
+            EngineUnreachableError: no server answered within the grace period.
         """
         return self._gate.updating(version, must_abort=must_abort)
 
@@ -268,13 +268,13 @@ class ServerEngine(TurnSampler):
 
     @abstractmethod
     def _cannot_set_aside(self, client: ServerClient, facts: ServerFacts) -> ConfigError:
-        """Return the error for a server in which requests cannot wait."""
+        """Return the error for a server that cannot hold requests."""
 
     def require_sleep(self) -> None:
-        """Refuse servers that cannot release their memory; on CPUs there is none to release.
+        """Check that the servers can release their memory; on CPUs there is none to release.
 
         Raises:
-            ConfigError: names the server, and what it must be started with.
+            ConfigError: a server cannot; the message names it and the required flags.
         """
         for state in self.servers:
             facts = state.facts
@@ -294,5 +294,5 @@ class ServerEngine(TurnSampler):
         await self._gate.sleep(keeps_weights=keeps_weights)
 
     async def wake_up(self) -> None:
-        """Let the servers go on; see `SleepingEngine.wake_up`."""
+        """Let the servers continue; see `SleepingEngine.wake_up`."""
         await self._gate.wake_up()

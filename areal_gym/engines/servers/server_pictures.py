@@ -1,6 +1,6 @@
-"""Pictures on the wire: one placeholder and one `data:` URL each, which servers expand themselves.
+"""Images in requests: one placeholder and one `data:` URL each, which servers expand themselves.
 
-A prompt that a client expands is refused by some servers, and expanded again by others.
+Some servers refuse prompts that are expanded already, and others expand them again.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from areal_gym.images import data_url, image_store, read_data_url
 from areal_gym.message_types import ImageRef
 
 _NEVER = -100.0
-"""The bias of a logit that no server samples."""
+"""A logit bias by which a token is never sampled."""
 
 
 def image_urls(images: Sequence[ImageRef]) -> list[str]:
-    """Return the `data:` URL of each picture; the process's image store has the bytes."""
+    """Return the `data:` URL of each image; the process's image store has the bytes."""
     store = image_store()
     return [data_url(store.read(image.sha256)) for image in images]
 
 
 def without_placeholders(banned_ids: Sequence[int]) -> dict[str, object]:
-    """Return sampling parameters by which no placeholder is sampled, as all servers name them."""
+    """Return sampling parameters, common to all servers, that exclude placeholders."""
     return {"logit_bias": {str(id): _NEVER for id in banned_ids}} if banned_ids else {}
 
 
 def require_read_whole(url: str, num_read: object, num_sent: int) -> None:
-    """Raise EngineError unless a server has read as many tokens as the row has.
+    """Raise EngineError unless a server read as many tokens as the row has.
 
-    It would have seen other pictures than the row, or none.
+    Otherwise it saw other images than the row has, or none.
     """
     if num_read != num_sent:
         raise EngineError(
-            f"{url} read {num_read} tokens of a prompt with pictures that has {num_sent}: it does "
+            f"{url} read {num_read} tokens of a prompt with images that has {num_sent}: it does "
             "not see them as the policy's own processor does",
             hints=[
-                "SGLang: --enable-multimodal; it serves Gemma 3 and Llama 4 blind without",
+                "SGLang: --enable-multimodal; without it, Gemma 3 and Llama 4 ignore images",
                 "start the server with the policy's own directory",
             ],
         )
 
 
 class PictureReader:
-    """Expands the pictures of requests, as servers do; for those that stand in for them."""
+    """Expands the images of requests as servers do, for `EngineServer` and fake servers."""
 
     def __init__(self, policy: Path) -> None:
         self._policy = policy
@@ -60,21 +60,21 @@ class PictureReader:
 
     @cached_property
     def banned_ids(self) -> tuple[int, ...]:
-        """The ids of placeholders; none of a policy that cannot see."""
+        """The ids of placeholders; empty if the policy does not accept images."""
         return banned_ids_of(self._policy)
 
     def expanded(
         self, token_ids: Sequence[int], urls: Sequence[str]
     ) -> tuple[list[int], tuple[ImageRef, ...]]:
-        """Return a prompt with all placeholders, and its pictures, which are put into the store.
+        """Return a prompt with all placeholders, and its images, which are put into the store.
 
         Raises:
-            ValueError: a URL holds no picture, or the prompt has another number of placeholders.
+            ValueError: a URL is not an image, or the prompt has another number of placeholders.
         """
         if not urls:
             return list(token_ids), ()
         if self._vision is None:
-            raise ValueError("this model cannot see")
+            raise ValueError("this model does not accept images")
         try:
             parts = []
             for url in urls:

@@ -118,7 +118,7 @@ class FakeSGLangServer(FakeWeights):
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue_generation(self, request: web.Request) -> web.Response:
-        await self.go_on()
+        await self.resume()
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _release_memory(self, request: web.Request) -> web.Response:

@@ -260,7 +260,7 @@ class FakeVLLMServer(FakeServer):
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        await self.go_on()
+        await self.resume()
         return web.json_response({"status": "resumed"})
 
     async def _sleep(self, request: web.Request) -> web.Response:
@@ -280,7 +280,7 @@ class FakeVLLMServer(FakeServer):
         self.released = self.released - set(tags)
         self._is_asleep = self._is_asleep and bool(self.released)
         if not self._is_asleep:
-            await self.go_on()
+            await self.resume()
         state = "sleeping" if self._is_asleep else "awake"
         return web.json_response({"status": state, "tags": tags})
 
