@@ -1,4 +1,4 @@
-"""A pool of servers: routes sessions to those that serve, drops dead ones, takes them back.
+"""A pool of servers: routes sessions to serving servers, drops dead ones and takes them back.
 
 lost ------> answers with the policy's version ----------------> serving
  ^           (otherwise the last checkpoint is sent again, or it    |
@@ -24,23 +24,24 @@ from areal_gym.engines.servers.weight_check import WrongWeightsError, require_re
 from areal_gym.errors import EngineError, EngineUnreachableError
 
 _MAX_FAILURES = 3
-"""Failures in a row after which a server counts as lost even if it accepts connections."""
+"""After this many failures in a row, a server is lost even if it accepts connections."""
 _HEALTH_TIMEOUT_S = 30.0
 """Generous, because a busy server is slow; SGLang's own limit is 20 s."""
 _ANSWER_TIMEOUT_S = 5.0
-"""How long a lost server can delay a publication."""
+"""The longest time by which a lost server can delay a publication."""
 _MAX_RELAUNCHES = 3
-"""Restarts in a row of a server that this process started."""
+"""The most restarts in a row of a server that this process started."""
 
 
 class ServerPool:
     """Tracks which servers serve, and assigns sessions to them.
 
     Args:
-        servers: none serves yet.
-        grace_s: the time to wait for a serving server before raising an error.
+        servers: the servers, none of which serves yet.
+        grace_s: how long to wait for a serving server before raising an error.
         interval_s: seconds between two health checks of each server.
-        is_guest: another process publishes to these servers, so their versions may be ahead.
+        is_guest: whether another process publishes to these servers, so that their versions may be
+            ahead.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class ServerPool:
         self.servers = list(servers)
         self.is_guest = is_guest
         self.policy_version = 0
-        """The version of the weights that sample now; a server must report it to serve."""
+        """The version of the weights that sample at the moment; a serving server must report it."""
         self.adapter: str | None = None
         """The name of the policy's LoRA adapter on the servers."""
         self.reference: ReferenceScores | None = None
-        """What servers must give for a row; see `VerifyingEngine`."""
+        """The scores that servers are compared with; see `VerifyingEngine`."""
         self.stats = ServerStats()
         self.lock = asyncio.Lock()
         """Held while weights change: during a publication, or when a server comes back."""
@@ -88,7 +89,7 @@ class ServerPool:
     async def start(self) -> None:
         """Probe every server, and check them periodically from then on.
 
-        A guest begins with those that answer: the others may be on their way back.
+        A guest starts with the servers that answer, because the others may be coming back.
         """
         results = await asyncio.gather(
             *(self._connect(state) for state in self.servers), return_exceptions=True
@@ -111,14 +112,14 @@ class ServerPool:
         if not self.is_guest:
             await state.client.wake_forgotten(facts.model_path)
         if not self.is_guest and version_of(state.facts.weight_version) != 0:
-            # A number from another run would look like one of this run.
+            # A version number from another run would look like one of this run.
             await state.client.set_version(INITIAL_WEIGHTS)
         if self.is_guest:
             self.learn(version_of(state.facts.weight_version))
         self.admit(state)
 
     async def aclose(self) -> None:
-        """Stop checking; close connections and end the servers started here. Idempotent."""
+        """Stop checking, close connections, and end the servers started here. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -132,7 +133,7 @@ class ServerPool:
         """Return the server that has the session's prefix cached, else the least loaded one.
 
         Raises:
-            EngineUnreachableError: no server served for the whole grace period.
+            EngineUnreachableError: no server served within the grace period.
         """
         loop = asyncio.get_running_loop()
         while not self._has_serving.is_set():
@@ -176,7 +177,7 @@ class ServerPool:
         """Return the servers that answer, serving or not.
 
         Raises:
-            EngineUnreachableError: none answered for the whole grace period.
+            EngineUnreachableError: no server answered within the grace period.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._grace_s
@@ -189,7 +190,7 @@ class ServerPool:
             await asyncio.sleep(min(self._interval_s, 1.0))
 
     def learn(self, version: int) -> None:
-        """Expect `version` or a newer one of servers from now on: one of them has reported it."""
+        """Expect servers to have at least this version, because one of them has reported it."""
         self.policy_version = max(self.policy_version, version)
 
     # ---- the state of servers -----------------------------------------------------------------
@@ -204,7 +205,7 @@ class ServerPool:
         self._has_serving.set()
 
     def lose(self, state: ServerState) -> None:
-        """Take the server out of service; its requests in flight fail now and move elsewhere."""
+        """Take the server out of service; its requests in flight fail and move elsewhere."""
         if not state.is_serving:
             return
         state.is_serving = False
@@ -255,13 +256,13 @@ class ServerPool:
                     await state.client.get("/health", timeout_s=_HEALTH_TIMEOUT_S)
                     self.succeeded(state)
             except EngineError as error:
-                # SGLang's health check samples a token, which a publication holds back.
+                # SGLang's health check samples a token, which a publication delays.
                 if state.is_serving and not self.lock.locked():
                     self.failed(state, error)
 
     async def _bring_back(self, state: ServerState) -> None:
-        """Relaunch a lost server if it is ours, update its weights, and admit it."""
-        if self.is_asleep:  # the trainer uses the GPU that a new process would take
+        """Relaunch a lost server that this process started, update its weights, and admit it."""
+        if self.is_asleep:  # the trainer uses the GPU that a new process would need
             return
         if state.process is not None and not state.process.is_running:
             if state.num_relaunches >= _MAX_RELAUNCHES:
@@ -301,12 +302,12 @@ class ServerPool:
         return await state.client.weight_version() == BROKEN_WEIGHTS
 
     async def give_newest(self, client: ServerClient) -> bool:
-        """Bring the policy's version to a server; False: only the next publication can."""
+        """Bring the policy's version to a server; return False if only a publication can."""
         version = self.policy_version
         clients = [state.client for state in self.servers]
-        if checkpoint := _directory_of(version, (each.loaded_from for each in clients)):
+        if checkpoint := _directory_of(version, (other.loaded_from for other in clients)):
             await client.load_from_disk(checkpoint, version)
-        elif adapter := _directory_of(version, (each.loaded_adapter for each in clients)):
+        elif adapter := _directory_of(version, (other.loaded_adapter for other in clients)):
             await client.load_adapter(adapter, version)
             await client.set_version(str(version))
         else:

@@ -19,7 +19,7 @@ class ServerStats:
     num_calls: int = 0
     num_tokens: int = 0
     num_retries: int = 0
-    """Requests sent again because a server failed."""
+    """Requests that were sent again because a server failed."""
     num_moved: int = 0
     """Retries that went to another server."""
     num_continued: int = 0
@@ -27,11 +27,11 @@ class ServerStats:
     num_servers_lost: int = 0
     num_relaunches: int = 0
     asleep_s: float = 0.0
-    """Time that the servers' memory was released for a trainer on the same GPUs."""
+    """Seconds for which the servers' memory was released for a trainer on the same GPUs."""
     held_s: float = 0.0
-    """Time that calls waited for publications, all together."""
+    """Seconds that calls waited for publications, summed over calls."""
     publication_s: float = 0.0
-    """Time that generation stood still for publications."""
+    """Seconds for which publications interrupted generation."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,13 +42,13 @@ class ServerState:
     process: ServerProcess | None = None
     """The server's process, if this process started it."""
     facts: ServerFacts | None = None
-    """The server's description of itself at the start; None until it has answered."""
+    """What the server reported about itself at the start; None until it has answered."""
     is_serving: bool = False
     is_paused: bool = False
     is_outdated: bool = False
-    """The server is back, and needs weights that only the next publication brings."""
+    """Whether the server is back, but needs weights that only the next publication brings."""
     wrong_version: int | None = None
-    """The version that the server reports, and whose weights it does not have."""
+    """A version that the server reports without having its weights."""
     num_sessions: int = 0
     num_in_flight: int = 0
     num_failures: int = 0

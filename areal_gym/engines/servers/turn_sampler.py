@@ -27,18 +27,18 @@ _FIRST_WAIT_S = 0.25
 
 
 class TurnSampler(ServerPool):
-    """A pool of servers that samples turns, whenever no publication is under way.
+    """A pool of servers that samples turns whenever no publication is in progress.
 
     Args:
-        servers: none serves yet.
+        servers: the servers, none of which serves yet.
         max_retries: retries of one turn after failures of servers.
         request_timeout_s: the time limit of one request.
-        may_set_aside: whether publications may set requests aside instead of aborting them.
+        may_set_aside: whether publications may hold requests instead of aborting them.
         follows_adapters: whether requests name the LoRA adapter of the newest version that a
             server has reported, because another process publishes adapters.
-        num_layers: of the policy.
-        banned_ids: ids that are never sampled.
-        grace_s, interval_s, is_guest: the pool's.
+        num_layers: the policy's number of layers.
+        banned_ids: ids that must not be sampled.
+        grace_s, interval_s, is_guest: see `ServerPool`.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class TurnSampler(ServerPool):
                 reply = await self._request(state, ids, params, left, images)
                 newest = reply.versions[-1] if reply.versions else version
                 if self._follows_adapters:
-                    # A request is sampled by the adapter that it names, to its end.
+                    # A request is sampled to its end by the adapter that it names.
                     reply.versions = (version,) * len(reply.token_ids)
-                elif newest < version:  # restarted unnoticed
+                elif newest < version:  # it was restarted unnoticed
                     self.lose(state)
                     raise EngineError(f"{state.client.url} lost the weights it was given")
-                elif newest > version:  # requests that were set aside go on before it is verified
+                elif newest > version:  # held requests continue before the server is verified
                     await self._gate.wait()
                 if newest == state.wrong_version:
                     raise EngineError(f"{state.client.url} has other weights than it reports")
@@ -166,14 +166,14 @@ class TurnSampler(ServerPool):
 
     @property
     def _adapter(self) -> str | None:
-        """The adapter that a request names now."""
+        """The adapter that requests name at the moment."""
         if not self._follows_adapters:
             return self.adapter
         version = self.policy_version
         return adapter_name(version) if version else None  # version 0 is the base itself
 
     async def _has_other_version(self, state: ServerState, version: int) -> bool:
-        """Return whether the server lacks that version's adapter: for a newer one, or restarted."""
+        """Return whether the server lacks this version's adapter: it has a newer one or none."""
         with suppress(EngineError):
             reported = await state.reported_version()
             if reported == version:
@@ -246,7 +246,7 @@ class _RetryBudget:
         self.failed_server: ServerState | None = None
 
     async def spend(self, error: EngineError, state: ServerState) -> None:
-        """Use up one retry, or raise; wait a little if the server still serves."""
+        """Use one retry, or raise if none is left; wait a little if the server still serves."""
         if self._left == 0:
             raise EngineError(f"the retry budget is spent: {error}", hints=error.hints) from error
         self._left -= 1

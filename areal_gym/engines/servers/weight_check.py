@@ -1,7 +1,7 @@
 """Compares a server's log-probabilities with the trainer's, before it samples a new version.
 
-A server may report a version whose weights it does not have: a loader that answers with success
-and has loaded half of them, a tied matrix that was left behind, files of another version.
+A server may report a version whose weights it does not have: a loader reported success but loaded
+only half of them, a tied matrix was left out, or the files were of another version.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from areal_gym.engines.servers.server_client import RefusedError, ServerClient, 
 from areal_gym.errors import EngineError
 
 CHECK_S = 120.0
-"""The first request after a publication may wait for those that were interrupted."""
+"""Seconds; the first request after a publication may wait for those that were interrupted."""
 _CANNOT_SCORE = frozenset({400, 422, 501})
-"""HTTP statuses of a server that takes no requests for the log-probabilities of prompts."""
+"""HTTP statuses of a server that does not support log-probabilities of prompts."""
 
 
 class WrongWeightsError(EngineError):
@@ -25,12 +25,11 @@ class WrongWeightsError(EngineError):
 async def require_reference_scores(
     client: ServerClient, facts: ServerFacts | None, reference: ReferenceScores, adapter: str | None
 ) -> None:
-    """Ask the server to score the reference row, and compare.
+    """Let the server score the reference row, and compare with the trainer's scores.
 
     A server that fails the comparison reports `BROKEN_WEIGHTS` from then on, so that other
-    processes leave it alone, too.
-
-    One that refuses to score prompts at all cannot be compared, and is left alone.
+    processes do not use it, either. A server that does not score prompts at all cannot be compared,
+    and is accepted.
 
     Raises:
         WrongWeightsError: its log-probabilities are not the trainer's.
@@ -50,8 +49,8 @@ async def require_reference_scores(
     await client.set_version(BROKEN_WEIGHTS)
     raise WrongWeightsError(
         f"{client.url} reports version {reference.version} and has other weights: "
-        f"log-probabilities of {len(scores)} tokens differ from the trainer's by {gap:.2g} in the "
-        f"mean (allowed: {allowed:.2g})",
+        f"log-probabilities of {len(scores)} tokens differ from the trainer's by {gap:.2g} on "
+        f"average (allowed: {allowed:.2g})",
         hints=[
             "its log says what it has loaded",
             "if this much is expected of its dtype or quantization, raise engine.max_logprob_gap",
@@ -60,7 +59,7 @@ async def require_reference_scores(
 
 
 def _mean_gap(scores: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the mean difference; infinity for numbers that are not finite or not as many."""
+    """Return the mean difference; infinity if numbers are not finite, or not equally many."""
     if len(scores) != len(expected):
         return float("inf")
     gap = sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(expected)

@@ -1,4 +1,4 @@
-"""SGLang: an engine over its servers, their launcher, and a stand-in for them.
+"""SGLang: an engine over its servers, their launcher, and a fake server.
 
 Nothing here imports aiohttp before it is used.
 """

@@ -1,4 +1,4 @@
-"""The LoRA adapters that SGLang does not take, or does not survive."""
+"""Rejects LoRA adapters that SGLang refuses without a reason, or that crash it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _NEEDED = {
     "v_proj": ["q_proj"],
     "up_proj": ["gate_proj"],
 }
-"""The matrices of an adapter that SGLang computes together, and without which it ends, or refuses
-the adapter without naming a reason."""
+"""The other matrices that an adapter of each matrix must have. SGLang computes them together, and
+otherwise crashes, or refuses the adapter without naming a reason."""
 
 
 def require_whole_groups(adapter: Path) -> None:
-    """Refuse an adapter that has only some of the matrices that SGLang computes together.
+    """Check that an adapter has all of the matrices that SGLang computes together.
 
     Raises:
-        EngineError: names the matrices that are missing.
+        EngineError: some are missing; the message names them.
     """
     file = adapter / "adapter_config.json"
-    if not file.is_file():  # the server refuses it, in its own words
+    if not file.is_file():  # the server refuses it with its own message
         return
     targets = set(read_json(file)["target_modules"])
     for name in sorted(targets & _NEEDED.keys()):

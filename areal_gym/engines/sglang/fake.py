@@ -1,17 +1,17 @@
-"""A stand-in for an SGLang server, for tests and for machines without a GPU or SGLang.
+"""A fake SGLang server, for tests and for machines without a GPU or SGLang.
 
 It is an `EngineServer` with the control routes of SGLang 0.5.23: pause, abort, and weights that
-arrive from disk, as tensors or by broadcast. One suite (`tests/sglang`) runs against it and against
-the real server::
+arrive from disk, as tensors or by broadcast. The same tests (`tests/sglang`) run against it and
+against the real server::
 
     async with FakeSGLangServer(EmbeddedEngine.from_checkpoint(policy)) as server:
         engine = SGLangEngine(policy, urls=[server.url])
 
     python -m areal_gym.engines.sglang.fake --model-path POLICY --port 30000
 
-Limits: token ids only, no streams, no `n` above 1. It scores prompts if the model is a checkpoint
-directory. The pause "in_place" acts like "retract": no cache is kept under new weights. It refuses
-grammars, as a server started with `--grammar-backend none` does.
+Limits: it takes token ids only, without streaming or `n` above 1. It scores prompts if the model is
+a checkpoint directory. The pause "in_place" acts like "retract": no cache is kept under new
+weights. It refuses grammars, as a server started with `--grammar-backend none` does.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class FakeSGLangServer(FakeWeights):
 
     Args:
         engine: samples the requests; the server starts and closes it.
-        model_path: the reported model; the `config.json` of a checkpoint is read.
+        model_path: the reported model, whose `config.json` is read if it is a checkpoint.
         emulate: the SGLang version to imitate: before 0.5.21 there are no update sessions, before
             0.5.19 no versions per token.
-        returns_routed_experts: requests may ask for the experts of tokens, as with SGLang's flag
-            `--enable-return-routed-experts`.
+        returns_routed_experts: whether requests may ask for the experts of tokens, as with
+            SGLang's flag `--enable-return-routed-experts`.
         chunk_tokens: tokens sampled per engine call; abort and pause act between calls.
         host: the address to listen on.
-        port: 0 takes a free one.
+        port: the port; 0 takes a free one.
     """
 
     def __init__(

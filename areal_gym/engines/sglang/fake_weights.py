@@ -66,18 +66,18 @@ class _NewAdapter(_Adapter):
 
 
 class _RefusedError(Exception):
-    """A route refuses; the message is SGLang's."""
+    """A route refuses, with SGLang's message."""
 
 
 class FakeWeights(FakeServer):
     """A `FakeServer` with SGLang's routes that change weights."""
 
     has_update_sessions = True
-    """Whether tensors must come between a begin and an end."""
+    """Whether tensors must be sent between a begin and an end."""
     _is_in_session = False
 
     def forget_weights(self) -> None:
-        """Begin with the weights of `model_path` again."""
+        """Return to the weights of `model_path`."""
         super().forget_weights()
         self._is_in_session = False
         self._groups: dict[str, Any] = {}
@@ -192,7 +192,7 @@ class FakeWeights(FakeServer):
         name = body.lora_name
         if self._adapters.pop(name, None) is None:
             return self._adapters_now(f"LoRA adapter {name} is not loaded.")
-        async with self._changed:  # no new request gets it; those that have it are waited for
+        async with self._changed:  # no new request gets it, but running ones keep it
             await self._changed.wait_for(lambda: not self._num_users[name])
         return self._adapters_now()
 
@@ -213,7 +213,7 @@ class FakeWeights(FakeServer):
 
 
 _Answer = str | dict[str, Any]
-"""The message of a success, or a whole body."""
+"""The message of a success, or a whole response body."""
 
 
 def _handler(answer: Callable[[Any], Awaitable[_Answer]], model: type[Request]) -> Handler:
@@ -229,8 +229,8 @@ def _handler(answer: Callable[[Any], Awaitable[_Answer]], model: type[Request]) 
 
 
 @contextmanager
-def _refusing(problem: str, *kinds: type[Exception]) -> Iterator[None]:
+def _refusing(problem: str, *error_types: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except kinds as error:
+    except error_types as error:
         raise _RefusedError(f"{problem}: {error}.") from None

@@ -1,6 +1,6 @@
 """SGLang's protocol: the routes and bodies by which an engine uses a server.
 
-SGLang ends when it is asked to release memory that it has released, or while it samples.
+SGLang crashes when told to release memory twice, or while it samples.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class SGLangClient(ServerClient):
     context_flag = "--context-length"
     version_route = "/model_info"
     needs_update_session = True
-    """Weights other than a directory's must come between `/begin_weight_update` and
-    `/end_weight_update` (SGLang 0.5.21 and later); set by `probe`."""
+    """Whether tensors must be sent between `/begin_weight_update` and `/end_weight_update` (SGLang
+    0.5.21 and later); set by `probe`."""
     _has_seeds = False
-    """The same seed gives the same tokens (`--enable-deterministic-inference`)."""
+    """Whether a seed determines the tokens (`--enable-deterministic-inference`)."""
     _returns_experts = False
-    """Requests may ask for the experts of tokens (`--enable-return-routed-experts`)."""
+    """Whether requests may ask for experts of tokens (`--enable-return-routed-experts`)."""
 
     @staticmethod
     def command_to_start(model: str, host: str, port: int) -> str:
@@ -78,7 +78,7 @@ class SGLangClient(ServerClient):
             weight_version=weight_version,
             max_context=int(max_context),
             vocab_size=await self._vocab_size(),
-            # Before 0.5.21 there is the pause, too, but an update crashes while requests wait.
+            # The pause exists before 0.5.21, too, but an update crashes while requests wait.
             can_set_aside=bool(info.get("updates_in_flight"))
             or (self.needs_update_session and await self._has_route("/pause_generation")),
             device=str(info.get("device") or "unknown"),
@@ -87,7 +87,7 @@ class SGLangClient(ServerClient):
         )
 
     async def set_version(self, version: str) -> None:
-        """Let the server report `version`; requests in flight go on."""
+        """Make the server report `version`; requests in flight continue."""
         body = {"new_version": version, "abort_all_requests": False}
         await self.post("/update_weight_version", body, timeout_s=ADAPTER_S)
 
@@ -139,18 +139,18 @@ class SGLangClient(ServerClient):
         await self.post("/abort_request", {"rid": request_id})
 
     async def abort_all(self) -> None:
-        """Ask for all requests back, with the tokens that they have.
+        """Make the server return all requests with the tokens that they have.
 
         `/pause_generation` with mode "abort" does so repeatedly, but checks only once a second.
         """
         await self.post("/abort_request", {"rid": "", "abort_all": True})
 
     async def set_aside(self) -> None:
-        """Let requests wait in the server until `resume`; they are computed anew then."""
+        """Hold requests in the server until `resume`, when their caches are recomputed."""
         await self.post("/pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:
-        """Go on after `set_aside`."""
+        """Continue after `set_aside`."""
         await self.post("/continue_generation", {})
 
     # ---- weights ------------------------------------------------------------------------------
@@ -161,13 +161,13 @@ class SGLangClient(ServerClient):
         await self.post("/update_weights_from_disk", body, timeout_s=DISK_S)
 
     async def _load_adapter(self, name: str, directory: Path) -> None:
-        """Load a LoRA adapter, unless the server would not survive it."""
+        """Load a LoRA adapter, unless it would crash the server."""
         require_whole_groups(directory)
         body = {"lora_name": name, "lora_path": str(directory)}
         try:
             await self.post("/load_lora_adapter", body, timeout_s=ADAPTER_S)
         except RefusedError as refused:
-            # An earlier run, or a publication that was cut off, may have left one of that name.
+            # An earlier run, or an interrupted publication, may have left one of that name.
             try:
                 await self.unload_adapter(name)
             except RefusedError:
@@ -175,21 +175,21 @@ class SGLangClient(ServerClient):
             await self.post("/load_lora_adapter", body, timeout_s=ADAPTER_S)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter; returns when no request uses it."""
+        """Unload a LoRA adapter; return when no request uses it."""
         await self.post("/unload_lora_adapter", {"lora_name": name}, timeout_s=ADAPTER_S)
 
     async def begin_update(self) -> None:
-        """Begin to take tensors."""
+        """Begin an update by tensors."""
         if self.needs_update_session:
             await self.post("/begin_weight_update", {}, timeout_s=ADAPTER_S)
 
     async def end_update(self, version: int) -> None:
-        """End `begin_update`; the version came with the last tensors."""
+        """End an update; the version came with the last tensors."""
         if self.needs_update_session:
             await self.post("/end_weight_update", {}, timeout_s=ADAPTER_S)
 
     async def abandon_update(self) -> None:
-        """End an update that failed: some of the new weights are loaded, under the old name."""
+        """End an update that failed; some of the new weights are loaded under the old name."""
         try:
             await self.end_update(-1)
         finally:
@@ -198,19 +198,19 @@ class SGLangClient(ServerClient):
     # ---- memory -------------------------------------------------------------------------------
 
     async def _release_memory(self, tags: Sequence[str]) -> None:
-        """Release the memory of `tags`; requests have been set aside."""
+        """Release the memory of `tags`; requests are held already."""
         await self.post("/release_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_S)
 
     async def _take_memory(self, tags: Sequence[str]) -> None:
-        """Take the memory of `tags` again."""
+        """Allocate the memory of `tags` again."""
         if tags:
             await self.post("/resume_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_S)
 
     # ---- probes -------------------------------------------------------------------------------
 
     async def _vocab_size(self) -> int | None:
-        # SGLang reports it only in refusals of a logit bias. It must be known before sampling: a
-        # prompt with a larger id crashes the server.
+        # SGLang reports it only when it refuses a logit bias. It must be known before sampling,
+        # because a prompt with a larger id crashes the server.
         sampling = {"max_new_tokens": 1, "logit_bias": {str(2**30): 0.0}}
         try:
             await self.post("/generate", {"input_ids": [0], "sampling_params": sampling})
@@ -220,7 +220,7 @@ class SGLangClient(ServerClient):
         return None
 
     async def _has_route(self, route: str) -> bool:
-        """Return whether a POST route exists: a GET request to it gives 405, else 404."""
+        """Return whether a POST route exists: a GET request to it gives 405 then, otherwise 404."""
         try:
             await self.get(route)
         except RefusedError as refused:

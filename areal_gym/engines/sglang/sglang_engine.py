@@ -17,7 +17,7 @@ class SGLangEngine(ServerEngine):
         name="sglang",
         python_arguments=("-m", "sglang.launch_server"),
         model_flag="--model-path",
-        # What old weights have seen in a picture outlives updates and `/flush_cache`.
+        # Features of an image under old weights outlive updates and `/flush_cache`.
         environment={"SGLANG_VLM_CACHE_SIZE_MB": "0"},
     )
     in_place = "retract"

@@ -23,20 +23,20 @@ def sampling_params(
     if not params.stop_token_ids:
         body["ignore_eos"] = True
     if params.grammar is not None:
-        kind, text = params.grammar
-        body[kind] = text
+        grammar_type, text = params.grammar
+        body[grammar_type] = text
     if has_seeds and params.seed is not None:
         body["sampling_seed"] = params.seed % 2**31
     return body
 
 
 def read_answer(answer: dict[str, Any], version: int, num_layers: int | None = None) -> Reply:
-    """Read the sampled ids, log-probabilities and versions, and experts if there are any.
+    """Read the sampled ids, log-probabilities, versions and, if present, experts.
 
     Args:
         answer: the body of the answer.
-        version: of the tokens, where the server does not report it (before SGLang 0.5.19).
-        num_layers: of the model, which the form of experts does not tell.
+        version: the version of the tokens, unless the server reports it (SGLang 0.5.19 and later).
+        num_layers: the model's number of layers, which encoded experts do not contain.
 
     Raises:
         EngineError: the answer lacks a field.
@@ -55,16 +55,16 @@ def read_answer(answer: dict[str, Any], version: int, num_layers: int | None = N
     reply = make_reply("/generate", token_ids, logprobs, finish, spans, version)
     num_tokens = len(token_ids)
     if num_tokens:
-        is_told = packed is not None and num_layers is not None
-        experts = decode_experts(packed, num_tokens, num_layers or 0) if is_told else None
+        has_experts = packed is not None and num_layers is not None
+        experts = decode_experts(packed, num_tokens, num_layers or 0) if has_experts else None
         reply.routed_experts.append(experts)
     return reply
 
 
 def experts_request(num_prompt: int) -> dict[str, Any]:
-    """Return what asks for the experts of sampled tokens, in SGLang's form.
+    """Return the fields that ask for the experts of sampled tokens, in SGLang's form.
 
-    An answer covers the positions from `routed_experts_start_len` to the last but one: beginning
-    with the prompt's last token, that are the positions from which the tokens were sampled.
+    An answer covers the positions from `routed_experts_start_len` to the last but one. From the
+    prompt's last token on, those are the positions at which the tokens were sampled.
     """
     return {"return_routed_experts": True, "routed_experts_start_len": num_prompt - 1}

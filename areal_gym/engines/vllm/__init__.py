@@ -1,4 +1,4 @@
-"""vLLM: an engine over its servers, and a stand-in for them.
+"""vLLM: an engine over its servers, and a fake server.
 
 Nothing here imports aiohttp before it is used.
 """

@@ -26,7 +26,7 @@ class SamplingBody(Request):
 
 
 class ImageBody(Request):
-    """A picture of a prompt."""
+    """An image of a prompt."""
 
     type: Literal["image_url"]
     url: str

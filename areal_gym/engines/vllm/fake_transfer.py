@@ -1,4 +1,4 @@
-"""The weight transfer of the fake vLLM server, as areal-gym's worker extension does it."""
+"""The fake vLLM server's weight transfer, which works like areal-gym's worker extension."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from areal_gym.engines.servers.fake_tensors import read_weights, receive
 
 
 class RefusedWeightsError(ValueError):
-    """The weights are not those of the served model, which has stayed as it is."""
+    """The weights are not those of the served model, which is unchanged."""
 
 
 class FakeTransfer:
-    """A session of updates, and the group that tensors come by."""
+    """A session of updates, and the process group that tensors come from."""
 
     def __init__(self, server: FakeServer) -> None:
         self.is_torn = False
-        """A session has ended without all weights: the next request ends the server."""
+        """Whether a session ended without all weights; the next request then ends the server."""
         self._server = server
         self._group: Any = None
         self._tensors: dict[str, Any] | None = None
@@ -83,7 +83,7 @@ class FakeTransfer:
         self.is_torn = self.is_torn and not is_open
 
     async def finish(self) -> None:
-        """Load what has come."""
+        """Load the tensors that have been received."""
         tensors, self._tensors = self._tensors, None
         if tensors is None:
             raise ValueError("finish_weight_update called without a matching start_weight_update.")
