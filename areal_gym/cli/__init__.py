@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run `areal-gym` with these arguments (default: the process's own) and exit."""
+    """Run `areal-gym` with these arguments, by default the process's own, and exit."""
     try:
         from areal_gym.cli.app import run
     except KeyboardInterrupt:  # too early for render_error

@@ -1,4 +1,4 @@
-"""The `areal-gym` program: global options, commands that load on use, one error renderer.
+"""The `areal-gym` program: global options, lazily loaded commands, and one error renderer.
 
 `areal_gym.cli.output.EXIT_CODES` lists the exit codes.
 """
@@ -50,24 +50,24 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "new": ("plugin_commands", "Make a plugin package: an environment, an agent, a loss, ..."),
     },
     "Setup": {
-        "plan": ("plan_command", "Simulate what a run takes on GPUs that need not be there."),
+        "plan": ("plan_command", "Simulate what a run needs on GPUs, which need not be present."),
         "doctor": ("setup_commands", "Check what works on this machine."),
         "bench": ("setup_commands", "Measure the speed of each part of a run."),
         "plugins": ("plugin_commands", "List installed plugins and their problems."),
         "completion": ("setup_commands", "Print the script for TAB completion."),
     },
 }
-"""Section -> name -> (module of `areal_gym.cli`, summary). Help imports no command; the function of
-`serve-env` is `serve_env_command`."""
+"""Section -> name -> (module of `areal_gym.cli`, summary). Help imports no command. A hyphen in a
+name is an underscore in its function: `serve_env_command`."""
 BUILT_IN = {name: row for section in COMMANDS.values() for name, row in section.items()}
 
 
 class GymGroup(Group):
-    """The group of all commands, also those of plugins; imports a command when it is used."""
+    """The group of all commands, including those of plugins; imports a command on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return built-in commands in the order of their sections, then those of plugins."""
-        return list(BUILT_IN | _of_plugins())
+        """Return built-in commands in the order of their sections, then plugins' commands."""
+        return list(BUILT_IN | _plugin_commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return the command; None if the name is unknown."""
@@ -75,14 +75,14 @@ class GymGroup(Group):
         if cmd_name in BUILT_IN:
             module = import_module(f"areal_gym.cli.{BUILT_IN[cmd_name][0]}")
             command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
-        elif cmd_name in _of_plugins():
+        elif cmd_name in _plugin_commands():
             from areal_gym.plugins import registry
 
             command = registry().load("commands", cmd_name)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a reader that closes our stdout is not a failure of the command."""
+        """Run the command; a reader that closes our stdout is not an error."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -97,20 +97,20 @@ class GymGroup(Group):
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
         built_in = {name: summary for name, (_, summary) in BUILT_IN.items()}
-        return matching((_of_plugins() | built_in).items(), incomplete)
+        return matching((_plugin_commands() | built_in).items(), incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the sections without importing a command."""
+        """Write the sections of `--help` without importing a command."""
         for title, section in COMMANDS.items():
             with formatter.section(title):
                 formatter.write_dl([(name, summary) for name, (_, summary) in section.items()])
-        if of_plugins := _of_plugins():
+        if plugin_commands := _plugin_commands():
             with formatter.section("From plugins"):
-                formatter.write_dl([*of_plugins.items()])
+                formatter.write_dl([*plugin_commands.items()])
 
 
-def _of_plugins() -> dict[str, str]:
-    """Return the commands of plugins and their summaries; loads plugins only if there are some."""
+def _plugin_commands() -> dict[str, str]:
+    """Return plugins' commands and their summaries; load plugins only if there are any."""
     if "areal_gym.plugins" not in sys.modules and not _may_have_plugins():
         return {}
     from areal_gym.plugins import registry
@@ -119,10 +119,10 @@ def _of_plugins() -> dict[str, str]:
 
 
 def _may_have_plugins() -> bool:
-    """Return whether a distribution besides ours has an entry point for us.
+    """Return whether a distribution other than ours has an entry point for us.
 
-    importlib.metadata and pluggy take as long as everything else that `--help` does; this takes
-    some milliseconds.
+    importlib.metadata and pluggy would take as long as the rest of `--help`; this takes a few
+    milliseconds.
     """
     for folder in sys.path:
         try:
@@ -150,7 +150,7 @@ def _choose_plugins(ctx: click.Context, parameter: click.Parameter, names: tuple
         blocked = [name.removeprefix("no:") for name in names if name.startswith("no:")]
         modules = [name for name in names if not name.startswith("no:")]
         if modules and os.getcwd() not in sys.path:
-            # As `python -m` does: a plugin in development is in the current directory.
+            # As in `python -m`: a plugin in development is in the current directory.
             sys.path.append(os.getcwd())
         set_registry(Registry(PluginManager.installed(blocked=blocked, modules=modules)))
 
@@ -169,7 +169,7 @@ def _choose_plugins(ctx: click.Context, parameter: click.Parameter, names: tuple
     "names",
     multiple=True,
     metavar="MODULE|no:NAME",
-    is_eager=True,  # before --help, which lists the commands of plugins
+    is_eager=True,  # before --help, which lists plugins' commands
     expose_value=False,
     callback=_choose_plugins,
     help="Load a plugin module that is not installed, or block an installed plugin.",
@@ -195,13 +195,13 @@ def app(ctx: click.Context, verbose: bool, plain: bool) -> None:
 
 
 VARIABLE = "_AREAL_GYM_COMPLETE"
-"""A shell asks for completions by running the program with this in its environment."""
+"""The environment variable by which a shell asks this program for completions."""
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, and never raises."""
+    """Run the program and return the exit code; never raises."""
     options = Options(is_plain=bool(os.environ.get("NO_COLOR")))
-    # Waiting OpenMP threads spin, which starves other processes. torch reads this on import.
+    # Waiting OpenMP threads spin, which starves other processes. torch reads this when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         result: Any = app.main(

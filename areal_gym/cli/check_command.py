@@ -58,8 +58,8 @@ def check_command(
 
     ENV is an id (areal-gym list envs). PACKAGE is a plugin or a distribution (areal-gym plugins):
     its environments are checked, its other entry points are imported. key=value are arguments of
-    the environment. Exit code 1 if a rule is broken. Of harbor:PATH, each task folder is played:
-    by its solution, by doing nothing, and by cheats.
+    the environment. Exit code 1 if a rule is broken. Each task folder of harbor:PATH is played by
+    its solution, by doing nothing, and by cheats.
 
     With --fixtures, compare our tau2 with the benchmark's own verdicts instead:
     areal-gym check tau2 --fixtures DIR. Exit code 1 if any verdict differs.
@@ -97,7 +97,7 @@ def check_command(
 
 
 def _say_how_to_train(env_id: str, settings: Mapping[str, Any]) -> None:
-    """Say it of an environment that is sound, and that the default small policy cannot learn."""
+    """Tell how to train in a sound environment that the default small policy cannot learn."""
     from areal_gym.runs.early_checks import obstacle_to_warm_start
 
     if reason := obstacle_to_warm_start(env_id, settings):
@@ -105,30 +105,31 @@ def _say_how_to_train(env_id: str, settings: Mapping[str, Any]) -> None:
 
 
 def _entries(target: str) -> list[Entry]:
-    """Return the environment of that id, or the entries of the plugin or distribution."""
-    known = registry()
-    plugins = [p for p in known.manager.plugins if target in (p.name, p.distribution)]
-    if any(entry.id == target for entry in known.entries("envs")) or not plugins:
+    """Return the environment with this id, or the entries of the plugin or distribution."""
+    plugin_registry = registry()
+    plugins = [p for p in plugin_registry.manager.plugins if target in (p.name, p.distribution)]
+    if any(entry.id == target for entry in plugin_registry.entries("envs")) or not plugins:
         try:
-            return [known.get("envs", target)]
+            return [plugin_registry.get("envs", target)]
         except UnknownIdError as error:
-            packages = {name for p in known.manager.plugins for name in (p.name, p.distribution)}
+            every_plugin = plugin_registry.manager.plugins
+            packages = {name for p in every_plugin for name in (p.name, p.distribution)}
             hints = [did_you_mean(target, sorted(packages)), *error.hints]
             raise UnknownIdError(error.message, hints=hints) from None
     broken = [plugin for plugin in plugins if plugin.problems]
     if broken:
         reasons = [f"{plugin}: {problem}" for plugin in broken for problem in plugin.problems]
         raise PluginError(f"{target} does not load", hints=reasons)
-    entries = [entry for entry in known.manager.registrations if entry.plugin in plugins]
-    # An adapter is an environment only with a name after the colon.
+    entries = [entry for entry in plugin_registry.manager.registrations if entry.plugin in plugins]
+    # An adapter needs a name after its colon to be an environment.
     checkable = [entry for entry in entries if entry.spec.shown_id == entry.id]
     if not checkable:
-        raise NothingToDoError(f"{target!r} offers nothing that can be checked")
+        raise NothingToDoError(f"{target!r} has nothing that can be checked")
     return checkable
 
 
 def _check_import(entry: Entry) -> RuleResult:
-    """Check that an entry of another kind imports; `areal_gym.testing` has further contracts."""
+    """Check that an entry of another kind can be imported (`areal_gym.testing` checks more)."""
     from areal_gym.envs.checker import RuleResult
 
     reason = ""
@@ -143,7 +144,7 @@ def _check_import(entry: Entry) -> RuleResult:
 def _print_reports(reports: Mapping[str, Sequence[RuleResult]], *, is_plain: bool) -> None:
     for name, report in reports.items():
         if sys.stdout.isatty() and not is_plain:
-            _print_table(name, report)
+            _print_report(name, report)
         else:
             print_data(f"{name}:")
             print_columns([_row(result) for result in report], indent="  ")
@@ -160,7 +161,7 @@ def _row(result: RuleResult) -> tuple[str, str, str, str]:
     return result.rule, verdict, result.summary, result.reason or result.measured
 
 
-def _print_table(name: str, report: Sequence[RuleResult]) -> None:
+def _print_report(name: str, report: Sequence[RuleResult]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -203,11 +204,11 @@ def _print_agreements(agreements: list[Agreement]) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    kinds = list(dict.fromkeys(kind for agreement in agreements for kind in agreement.counts))
-    table = Table("", *(Column(name, justify="right") for name in (*kinds, "differences")))
+    verdicts = list(dict.fromkeys(name for agreement in agreements for name in agreement.counts))
+    table = Table("", *(Column(name, justify="right") for name in (*verdicts, "differences")))
     for agreement in agreements:
-        counts = {kind: f"{count:,}" for kind, count in agreement.counts.items()}
-        cells = [counts.get(kind, "") for kind in kinds]
+        counts = {name: f"{count:,}" for name, count in agreement.counts.items()}
+        cells = [counts.get(name, "") for name in verdicts]
         table.add_row(agreement.name, *cells, f"{agreement.num_differences:,}")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     for agreement in agreements:

@@ -31,7 +31,7 @@ _VARIABLES = {
     "AREAL_GYM_PLUGINS": "load only these plugins, by name: `a,b`",
     "AREAL_GYM_CACHE": "the directory where small policies are cached [`~/.cache/areal-gym`]",
     "AREAL_GYM_DATA": "a directory of data sets that environments search first",
-    "AREAL_GYM_IMAGES": "the directory of pictures by hash; a run sets it for its own processes",
+    "AREAL_GYM_IMAGES": "the directory of images by hash; a run sets it for its own processes",
     "AREAL_GYM_VERIFIERS_PYTHON": "the interpreter that has verifiers, for `--env verifiers:ID`",
     "AREAL_GYM_API_KEY": "the key of `serve`'s APIs, instead of a random one",
     "AREAL_GYM_CONTROL_KEY": "the key of the gateway's control routes",
@@ -93,7 +93,7 @@ JSON_KEYS: Mapping[str, tuple[str, str]] = {
 
 
 def commands_page() -> str:
-    """Return the page as Markdown: commands in the order of `areal-gym --help`."""
+    """Return the page as Markdown, with commands in the order of `areal-gym --help`."""
     parts = [_HEAD, "| command | what it does |\n|---|---|"]
     parts += [
         f"| [`areal-gym {name}`](#areal-gym-{name.replace(' ', '-')}) "
@@ -123,7 +123,7 @@ def commands_page() -> str:
 
 
 def every_command() -> Iterator[tuple[str, click.Command]]:
-    """Yield all built-in commands by name, with those of groups (`data show`)."""
+    """Yield the name of each built-in command, or subcommand (`data show`), and the command."""
     context = app.make_context("areal-gym", [], resilient_parsing=True)
     for name in BUILT_IN:
         command = app.get_command(context, name)
@@ -164,11 +164,11 @@ def _options(command: click.Command) -> Iterator[str]:
 def _value(option: click.Option) -> str:
     if isinstance(option.type, click.Choice):
         return " \\| ".join(map(str, option.type.choices))
-    metavar = option.metavar or _KINDS.get(option.type.name, option.type.name.upper())
+    metavar = option.metavar or _METAVARS.get(option.type.name, option.type.name.upper())
     return metavar.replace("|", "\\|")
 
 
-_KINDS = {"integer": "N", "integer range": "N", "float range": "X", "directory": "DIR"}
+_METAVARS = {"integer": "N", "integer range": "N", "float range": "X", "directory": "DIR"}
 
 
 def _text(text: str) -> str:

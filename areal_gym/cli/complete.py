@@ -1,6 +1,6 @@
-"""Completions for TAB: ids, runs, settings and their values.
+"""Completes ids, runs, settings and their values for TAB.
 
-Functions for click's `shell_complete`. They import what they need on use and print nothing.
+The functions are for click's `shell_complete`. They import what they need on use and print nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Items = list[CompletionItem[str]]
 Pairs = Iterable[tuple[str, str]]
-"""Values, and what each means."""
+"""Values with their meanings."""
 Completer = Callable[[click.Context, click.Parameter, str], Items]
 
 
@@ -27,7 +27,7 @@ def _completer(pairs: Callable[[], Pairs]) -> Completer:
 
 
 def ids(kind: Kind, *others: str) -> Completer:
-    """Complete ids of one kind, those of adapters up to the colon, and other words."""
+    """Complete ids of one kind, adapters' ids up to the colon, and other words."""
     return _completer(lambda: [*_ids(kind), *((word, "") for word in others)])
 
 
@@ -50,17 +50,18 @@ def any_id(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items
 
 
 def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Complete run directories; if none matches, directories."""
+    """Complete run directories, or any directories if no run matches."""
     return _runs(incomplete) or [CompletionItem(incomplete, type="dir")]
 
 
 def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Complete `key=` of all settings, and the values of those with a fixed choice."""
+    """Complete `key=` of all settings, and the values of settings with fixed choices."""
     key, separator, value = _pieces(ctx, param, incomplete)
     if not separator:
         return matching(_setting_keys(), key)
-    shown = f"{key}=" if "=" in incomplete else ""
-    return matching(((shown + choice, about) for choice, about in _choices(key)), shown + value)
+    prefix = f"{key}=" if "=" in incomplete else ""
+    pairs = ((prefix + choice, meaning) for choice, meaning in _choices(key))
+    return matching(pairs, prefix + value)
 
 
 def env_arguments(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
@@ -73,7 +74,7 @@ def env_arguments(ctx: click.Context, param: click.Parameter, incomplete: str) -
 
 
 def _pieces(ctx: click.Context, param: click.Parameter, incomplete: str) -> tuple[str, str, str]:
-    """Split an override into key, "=" and value, which bash passes as three words."""
+    """Split an override into key, "=" and value; bash passes them as three words."""
     from areal_gym.config import field_names
 
     before: Sequence[str] = ctx.params.get(param.name or "") or ()
@@ -86,9 +87,9 @@ def _pieces(ctx: click.Context, param: click.Parameter, incomplete: str) -> tupl
 
 
 def matching(pairs: Pairs, incomplete: str) -> Items:
-    """Return the values that begin with what was typed."""
-    matching = {value: about for value, about in pairs if value.startswith(incomplete)}
-    return [CompletionItem(value, help=about or None) for value, about in matching.items()]
+    """Return the values that begin with the typed text."""
+    meanings = {value: meaning for value, meaning in pairs if value.startswith(incomplete)}
+    return [CompletionItem(value, help=meaning or None) for value, meaning in meanings.items()]
 
 
 def _ids(kind: Kind) -> Iterator[tuple[str, str]]:

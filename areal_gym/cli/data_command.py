@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 SOURCES = ("tau2",)
 _MAX_SHOWN = 20
-_LEFT_OUT = {
+_EXCLUDED = {
     "num_skipped": "broken rows were skipped",
     "num_filtered": "rows were filtered out",
     "num_contaminated": "training rows were skipped: the test split has the same questions",
 }
-"""Counts of rows of a data file that are no tasks, and what is said about them."""
+"""What is said about each count of rows in a data file that are not tasks."""
 
 
 @click.group("data", cls=Group)
@@ -70,17 +70,19 @@ def pull_command(
             name = path.rpartition("/")[2]
             bar.update(task, description=name, completed=here, total=total)
 
-        more: dict[str, Any] = {"force": force, "on_progress": on_progress}
+        arguments: dict[str, Any] = {"force": force, "on_progress": on_progress}
         if base_url:
-            more["base_url"] = base_url
-        place, variable, root = _pull(source, to, more)
+            arguments["base_url"] = base_url
+        place, variable, root = _pull(source, to, arguments)
     print_data(str(place))
     if to is not None:
         talk(f"environments find it with: export {variable}={root}")
 
 
-def _pull(source: str, to: Path | None, more: Mapping[str, Any]) -> tuple[Path, str, Path | None]:
-    """Download; return what was downloaded, and the variable that names the directory."""
+def _pull(
+    source: str, to: Path | None, arguments: Mapping[str, Any]
+) -> tuple[Path, str, Path | None]:
+    """Download; return the data's directory, the variable that names it, and its value."""
     from areal_gym.envs.benchmarks.benchmark_pull import pull_benchmark
     from areal_gym.envs.benchmarks.left_out import require_not_left_out
     from areal_gym.envs.tau2.benchmark_data import manifest
@@ -95,10 +97,10 @@ def _pull(source: str, to: Path | None, more: Mapping[str, Any]) -> tuple[Path, 
     benchmark = None if source in SOURCES else registry().load("benchmarks", source)
     if benchmark is not None and benchmark.data is not None:
         talk(f"{benchmark.data.source} ({benchmark.licence})")
-        return pull_benchmark(benchmark, to, **more), "AREAL_GYM_DATA", to
+        return pull_benchmark(benchmark, to, **arguments), "AREAL_GYM_DATA", to
     facts = manifest()
     talk(f"{facts['repository']} at {facts['commit'][:12]} ({facts['licence']})")
-    folder = pull(to, **more)
+    folder = pull(to, **arguments)
     return folder, "TAU2_DATA_DIR", folder
 
 
@@ -111,7 +113,7 @@ def _pull(source: str, to: Path | None, more: Mapping[str, Any]) -> tuple[Path, 
 @click.option("--patch", type=PATH, help="The change [the commit itself, upon its parent].")
 @click.option("--to", type=PATH, default=Path("tasks"), help="Where the folder is written [tasks].")
 @click.option("--name", help="The task's name [swe/REPOSITORY-COMMIT].")
-@click.option("--instruction", help="What the agent is told [the commit's message].")
+@click.option("--instruction", help="The agent's instruction [the commit's message].")
 @click.option(
     "--package", "packages", multiple=True, help="A package that the tests need [pytest]."
 )
@@ -133,11 +135,11 @@ def import_swe_command(
     """Make a task folder from a commit of a git repository and a test that it makes pass.
 
     The agent gets the files before the change. With --patch, COMMIT is what the change is applied
-    to. Prints the folder, which `areal-gym check harbor:FOLDER` proves and `--env harbor:` plays.
+    to. Prints the folder, which `areal-gym check harbor:FOLDER` checks and `--env harbor:` plays.
     """
     from areal_gym.envs.harbor.swe_import import SweImport, import_swe
 
-    wanted = SweImport(
+    swe_import = SweImport(
         repository=repository,
         commit=commit,
         tests=tests,
@@ -147,7 +149,7 @@ def import_swe_command(
         packages=tuple(dict.fromkeys(("pytest", *packages))),
         commands=commands,
     )
-    print_data(str(import_swe(wanted, to)))
+    print_data(str(import_swe(swe_import, to)))
 
 
 @data_command.command("show")
@@ -173,10 +175,10 @@ def show_command(
         rows.append({"index": index, **info["task"], "messages": list(info["messages"])})
     source = instance.tasks
     counts = {name: instance.num_tasks(name) for name in ("train", "test")}
-    num_left_out = {name: getattr(source, name, 0) for name in _LEFT_OUT}
+    num_excluded = {name: getattr(source, name, 0) for name in _EXCLUDED}
     instance.close()
     if as_json:
-        facts = {"env": env, "num_tasks": counts, **num_left_out}
+        facts = {"env": env, "num_tasks": counts, **num_excluded}
         print_json({**facts, "split": split, "tasks": rows})
         return
     if rows:
@@ -186,9 +188,9 @@ def show_command(
         talk(f"{name}: {'generated, without limit' if count is None else f'{count:,} tasks'}")
     for note in getattr(source, "notes", ()):
         talk(note)
-    for name, number in num_left_out.items():
+    for name, number in num_excluded.items():
         if number:
-            talk(f"{number:,} {_LEFT_OUT[name]}")
+            talk(f"{number:,} {_EXCLUDED[name]}")
 
 
 @data_command.command("check")

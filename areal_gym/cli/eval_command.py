@@ -65,7 +65,7 @@ from areal_gym.utils.markup import counted
     help="The directory of the evaluation; several get a folder each in it "
     "[runs/eval-ENV-DATE-TIME, or evaluations/ in the run].",
 )
-@click.option("--resume", is_flag=True, help="Go on with the evaluation in --out.")
+@click.option("--resume", is_flag=True, help="Continue the evaluation in --out.")
 @click.option("--clean", is_flag=True, help="Replace the evaluation in --out.")
 @click.option(
     "--fail-under", metavar="[METRIC=]X", help="Exit with 1 if the metric [pass@1] is below X."
@@ -98,7 +98,7 @@ def eval_command(
     policy is the one that a run would start with. For a URL as --model, the key is OPENAI_API_KEY
     and engine.kwargs.model=NAME is the model's name on that server.
 
-    Several --env without weights, or several benchmarks, are measured one after the other.
+    Several --env without weights, or several benchmarks, are measured one after another.
     """
     threshold = _parse_threshold(fail_under)
     request = Request(
@@ -128,7 +128,7 @@ def eval_command(
             reports = evaluate_jobs(plan.jobs, display)
     finally:
         with contextlib.suppress(OSError):
-            plan.folder.rmdir()  # reserved, and nothing was written
+            plan.folder.rmdir()  # it was reserved, and nothing was written
     results = _results(plan, [report.to_dict() for report in reports])
     if as_json:
         print_json(results if plan.is_suite else results[0])
@@ -144,7 +144,7 @@ def eval_command(
 
 
 def _results(plan: Plan, scores: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the scores of all evaluations, JSON-ready, each with its directory."""
+    """Return the scores of all evaluations as JSON values, each with its directory."""
     measured = [
         {"directory": str(job.out), "benchmark": job.benchmark, **row}
         for job, row in zip(plan.jobs, scores, strict=True)
@@ -157,7 +157,7 @@ def _results(plan: Plan, scores: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
 
 def score_table(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a table with one row for each evaluation."""
+    """Return a table with one row per evaluation."""
     table: list[tuple[str, ...]]
     table = [("", "tasks", "pass@1", "95% interval", "pass@k", "reward", "failed")]
     for row in results:
@@ -192,10 +192,10 @@ def _require_metric(metric: str, num_samples: int) -> None:
         raise UsageError(f"--fail-under: no metric {metric!r}", hints=choices(metric, names))
 
 
-def _compare(numbers: Mapping[str, Any], metric: str, least: float) -> int:
+def _compare(scores: Mapping[str, Any], metric: str, least: float) -> int:
     """Return the exit code: 1 if the metric is below the threshold."""
-    if numbers[metric] >= least:
+    if scores[metric] >= least:
         return 0
-    name = numbers["benchmark"] or numbers["env"]
-    talk(f"areal-gym: {metric} of {name} is {numbers[metric]:.4f}, below {least:g}")
+    name = scores["benchmark"] or scores["env"]
+    talk(f"areal-gym: {metric} of {name} is {scores[metric]:.4f}, below {least:g}")
     return 1

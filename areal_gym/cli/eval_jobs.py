@@ -1,4 +1,4 @@
-"""Plans what `areal-gym eval` measures: a job and a directory for each environment or benchmark."""
+"""Plans the evaluations of `areal-gym eval`: a job and directory per environment or benchmark."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The arguments of the command line."""
+    """The command's arguments."""
 
     overrides: Sequence[str]
     envs: Sequence[str]
@@ -35,7 +35,7 @@ class Request:
     checkpoint: Path | None
     flags: Mapping[str, Any]
     own: Mapping[str, Any]
-    """Arguments of the environment: `--data`, `--reward`, `--tools`."""
+    """Arguments of the environment, from `--data`, `--reward` and `--tools`."""
     trust: bool
     greedy: bool
     out: Path | None
@@ -45,12 +45,12 @@ class Request:
 
 @dataclass(slots=True)
 class Plan:
-    """The jobs, the folder that holds them, and evaluations that had ended before."""
+    """Jobs, the folder with their results, and evaluations that were finished already."""
 
     jobs: list[EvalJob]
     folder: Path
     shown: Path
-    """What `areal-gym view` is given: the run, if it is a run's, else the folder."""
+    """The argument of `areal-gym view`: the run, if the evaluation is a run's, else the folder."""
     finished: list[EvaluationInfo] = field(default_factory=list)
 
     @property
@@ -60,16 +60,16 @@ class Plan:
 
 
 def plan_of(request: Request) -> Plan:
-    """Return what is going to be measured; reserves its directory.
+    """Plan the evaluations, and reserve their directory.
 
     Raises:
-        UsageError: what was typed contradicts itself, or a setting is wrong.
+        UsageError: arguments contradict each other, or a setting is wrong.
         NothingToDoError: the run has no checkpoint yet.
     """
     models = (request.run, request.checkpoint, request.flags.get("engine.model"))
-    if sum(given is not None for given in models) > 1:
+    if sum(model is not None for model in models) > 1:
         raise UsageError("--run, --checkpoint and --model exclude each other")
-    if request.flags.get("eval.num_tasks") == 0:  # of a run, it would switch evaluations off
+    if request.flags.get("eval.num_tasks") == 0:  # in a run, 0 switches evaluations off
         raise UsageError("'-n': 0 is not in the range x>=1: there would be nothing to measure")
     if request.envs and request.benchmarks:
         raise UsageError(
@@ -96,8 +96,7 @@ def _new(request: Request) -> Plan:
     recipe = request.recipe or run_recipe
     targets = _targets(request.envs, request.benchmarks, recipe)
     if not request.benchmarks:
-        given = request.envs, request.own, request.flags, recipe, request.overrides
-        flags = task_flags(*given)
+        flags = task_flags(request.envs, request.own, request.flags, recipe, request.overrides)
         targets = [(None, flags)] if request.own else targets
     is_chosen = request.trust or request.recipe is not None or recipe is None
     configs = [
@@ -136,22 +135,22 @@ def _new(request: Request) -> Plan:
 
 
 _Target = tuple[str | None, dict[str, Any]]
-"""The id of a benchmark, if it is one, and settings."""
+"""The benchmark's id, if it is one, and settings."""
 
 
 def _targets(envs: Sequence[str], benchmarks: Sequence[str], recipe: Path | None) -> list[_Target]:
     ids = [id for text in benchmarks for id in text.split(",") if id]
     if ids:
         return [(id, _benchmark_settings(id)) for id in dict.fromkeys(ids)]
-    each = [env_flags([env]) for env in dict.fromkeys(envs) if not _has_weight(env)]
-    if len(each) < 2 or len(each) < len(envs):
-        return [(None, env_flags(envs))]  # with weights it is one environment, a mix
-    # The arguments of a run's environment are not those of another one.
+    flags_by_env = [env_flags([env]) for env in dict.fromkeys(envs) if not _has_weight(env)]
+    if len(flags_by_env) < 2 or len(flags_by_env) < len(envs):
+        return [(None, env_flags(envs))]  # with weights, they form one environment, a mix
+    # The arguments of a run's environment do not fit another one.
     settings = read_yaml(recipe) if recipe is not None else {}
     trained = (settings.get("env") or {}).get("id") if isinstance(settings, dict) else None
     return [
         (None, flags if flags["env.id"] == trained else {**flags, "env.kwargs": {}})
-        for flags in each
+        for flags in flags_by_env
     ]
 
 
@@ -165,10 +164,10 @@ def _benchmark_settings(id: str) -> dict[str, Any]:
 
 
 def _require_other_than_starter(benchmark: str | None, config: RunConfig) -> None:
-    """Raise UsageError for a starter, which learns training tasks: a file of a benchmark has none.
+    """Check that a benchmark from a file has a model: the starter needs training tasks.
 
     Raises:
-        UsageError: the model is the starter, and the benchmark's data are a file.
+        UsageError: the model is the starter, and the benchmark's data is a file.
     """
     if benchmark is None or config.engine.model != "starter":
         return
@@ -183,7 +182,7 @@ def _require_other_than_starter(benchmark: str | None, config: RunConfig) -> Non
 
 
 def _is_greedy(benchmark: str | None, request: Request) -> bool:
-    """Return whether a benchmark is greedy, and nothing that was typed asks for samples."""
+    """Return whether a benchmark is greedy, and no argument asks for sampling."""
     if benchmark is None or not registry().load("benchmarks", benchmark).is_greedy:
         return False
     typed = [text.partition("=")[0] for text in request.overrides]
@@ -218,7 +217,7 @@ def _resumed(request: Request) -> Plan:
     from areal_gym.runs.evaluation import EvalJob
 
     assert request.out is not None
-    given = {
+    arguments = {
         "--env": request.envs,
         "--benchmark": request.benchmarks,
         "--config": request.recipe,
@@ -226,15 +225,15 @@ def _resumed(request: Request) -> Plan:
         "--run": request.run,
         "--checkpoint": request.checkpoint,
     }
-    if names := [name for name, value in given.items() if value]:
+    if names := [name for name, value in arguments.items() if value]:
         raise UsageError(
-            f"--resume goes on as the evaluation began: {', '.join(names)} cannot be given",
-            hints=[f"go on: areal-gym eval --resume --out {quoted(request.out)}"],
+            f"--resume continues the evaluation as it began: {', '.join(names)} cannot be given",
+            hints=[f"continue: areal-gym eval --resume --out {quoted(request.out)}"],
         )
     paths = evaluation_paths(request.out)
     if not paths:
         raise UsageError(
-            f"{request.out} holds no evaluation to go on with",
+            f"{request.out} has no evaluation to continue",
             hints=[*path_hints(request.out), "all evaluations: areal-gym list evals"],
         )
     plan = Plan([], request.out, request.out)
@@ -265,7 +264,7 @@ def _resumed(request: Request) -> Plan:
 def _still_there(checkpoint: Path) -> Path:
     if not (checkpoint / "config.json").is_file():
         raise NothingToDoError(
-            f"the checkpoint {checkpoint} is gone: the rest cannot be measured",
+            f"the checkpoint {checkpoint} is missing: the rest cannot be measured",
             hints=[*path_hints(checkpoint), "measure another one: areal-gym eval --run RUN"],
         )
     return checkpoint

@@ -37,7 +37,7 @@ CHOICES = (*KINDS, "algorithms", "runs", "evals")
 @click.option("--root", type=PATH, default=Path("runs"), help="The directory of runs and evals.")
 @common_options
 def list_command(kind: str | None, as_json: bool, root: Path) -> None:
-    """List what plugins offer, by kind, with its plugin; or algorithms, runs, evaluations."""
+    """List what plugins offer, by kind; or list algorithms, runs or evaluations."""
     if kind == "runs":
         _list_runs(root, as_json)
     elif kind == "evals":
@@ -84,7 +84,7 @@ def _count(kind: Kind, entries: Sequence[Entry]) -> str:
 
 
 def _list_algorithms(as_json: bool) -> None:
-    """Print the values of `trainer.algorithm`: presets of settings, not plugins."""
+    """Print the values of `trainer.algorithm`, which are presets of settings, not plugins."""
     from areal_gym.config.algorithm_settings import PRESETS
 
     rows = [
@@ -102,7 +102,7 @@ def _list_runs(root: Path, as_json: bool) -> None:
     for path in run_paths(root):
         try:
             rows.append(_run_row(run_info(path)))
-        except DataError as error:  # a damaged run does not hide the others
+        except DataError as error:  # a damaged run must not hide the others
             warn(f"{path} is skipped: {error}")
     if not rows:
         raise NothingToDoError(f"no runs in {root}", hints=["start one: areal-gym train --env tir"])
@@ -132,16 +132,16 @@ def _run_row(run: RunInfo) -> dict[str, Any]:
 
 
 def _heldout(run: RunInfo) -> dict[str, Any]:
-    """Return the held-out scores before and after; one that was measured once has no after.
+    """Return the held-out scores before and after training; after one evaluation, only before.
 
-    `heldout_reward_*` are there where rewards are other numbers than 0 and 1.
+    `heldout_reward_*` are None if all rewards are 0 or 1.
     """
     scores = [evaluation.info.scores for evaluation in Evaluation.of_schedule(run.path)]
     is_graded = any(map(is_graded_reward, scores))
     row: dict[str, Any] = {}
     for name, measure in (("heldout", "pass@1"), ("heldout_reward", "reward")):
-        is_there = is_graded or measure == "pass@1"
-        values = [score.get(measure) if is_there else None for score in scores]
+        is_shown = is_graded or measure == "pass@1"
+        values = [score.get(measure) if is_shown else None for score in scores]
         row[f"{name}_before"] = values[0] if values else None
         row[f"{name}_after"] = values[-1] if len(values) > 1 else None
     row |= {name: run.summary[name] for name in row if name in run.summary}
@@ -200,7 +200,7 @@ def _progress(info: EvaluationInfo) -> str:
 
 
 def evaluation_card(info: EvaluationInfo) -> dict[str, Any]:
-    """Return what is known of an evaluation, JSON-ready; its scores are keys of their own."""
+    """Return all facts about an evaluation as JSON values; its scores are separate keys."""
     card = {name: getattr(info, name) for name in EvaluationInfo.__dataclass_fields__}
     scores = card.pop("scores")
     card["path"] = str(info.path)

@@ -26,7 +26,7 @@ class Options:
 
 
 def common_options(command: F) -> F:
-    """Accept `-v` and `--plain` after the command's name, too."""
+    """Accept `-v` and `--plain` also after the command's name."""
 
     def note(ctx: click.Context, parameter: click.Parameter, is_set: bool) -> None:
         options = ctx.ensure_object(Options)
@@ -40,12 +40,12 @@ def common_options(command: F) -> F:
 
 
 def json_option(help: str = "Print JSON.") -> Callable[[F], F]:
-    """Take `--json`."""
+    """Add the option `--json`."""
     return click.option("--json", "as_json", is_flag=True, help=help)
 
 
 def run_option(help: str) -> Callable[[F], F]:
-    """Take the directory of a run, whose newest checkpoint is the policy, or a checkpoint."""
+    """Add the options for a policy: a run, whose newest checkpoint is used, or a checkpoint."""
     run = click.option("--run", type=PATH, shell_complete=complete.runs, help=help)
     checkpoint = click.option("--checkpoint", type=PATH, help="A checkpoint directory.")
     return lambda command: run(checkpoint(command))

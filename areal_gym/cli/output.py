@@ -33,22 +33,22 @@ EXIT_CODES = {
 }
 
 _REFUSED = {errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
-"""Errors of paths that the user named and the system refuses."""
+"""Errors of paths that the user named and the system does not allow."""
 
 
 class ReaderLeftError(Exception):
-    """The reader of stdout (`| head`) has closed the pipe."""
+    """The reader of stdout (`| head`) closed the pipe."""
 
 
 def harmless(text: str) -> str:
-    """Return the text without terminal control codes: names and errors may be untrusted."""
+    """Return the text without terminal control codes, because names and errors may be untrusted."""
     return "\n".join(
         "\t".join(visible(part) for part in line.split("\t")) for line in text.split("\n")
     )
 
 
 def has_reader_left() -> bool:
-    """Whether the reader of stdout has closed the pipe."""
+    """Return whether the reader of stdout has closed the pipe."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
@@ -72,7 +72,7 @@ class Group(click.Group):
 
 
 def print_data(text: str) -> None:
-    """Print a line of data and flush it: a reader of a pipe may wait for it."""
+    """Print a line of data and flush it, because the reader of a pipe may wait for it."""
     print(harmless(text), flush=True)
 
 
@@ -82,7 +82,7 @@ def print_json(value: Any) -> None:
 
 
 def print_columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> None:
-    """Print rows with aligned columns; on a terminal, cells that are too wide are folded."""
+    """Print rows with aligned columns; on a terminal, cells that are too wide are wrapped."""
     rows = [[visible(cell).replace("\n", " ") for cell in row] for row in rows]
     columns = [*zip(*rows, strict=True)]
     widths = [max(map(len, column)) for column in columns]
@@ -99,7 +99,7 @@ def print_columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> None:
 
 
 def _fold(cell: str, width: int) -> list[str]:
-    """Split into lines of at most `width`; words stay whole, so that paths can be copied."""
+    """Split a cell into lines of at most `width`; words stay whole, so that paths can be copied."""
     if len(cell) <= width:
         return [cell]
     margin = len(cell) - len(cell.lstrip())
@@ -113,7 +113,7 @@ def _fold(cell: str, width: int) -> list[str]:
 
 
 def talk(text: str) -> None:
-    """Print a message for people on stderr: never data."""
+    """Print a message for people on stderr; never data."""
     print(harmless(text), file=sys.stderr)
 
 
@@ -154,7 +154,7 @@ def render_error(error: BaseException, *, is_verbose: bool = False) -> int:
             message = f"cannot use {error.filename2 or error.filename}: {error.strerror}"
         case MemoryError():
             code, message = 3, "out of memory"
-            hints = ["reduce what is held at once: rollout.max_in_flight=32 ..."]
+            hints = ["use less at once: rollout.max_in_flight=32 ..."]
         case _:
             code, message = EXIT_BUG, f"a bug, sorry: {type(error).__name__}: {error}"
             if not is_verbose:

@@ -1,4 +1,4 @@
-"""`--data`, `--reward` and `--tools`: a task of the user's own, in settings of an environment."""
+"""`--data`, `--reward` and `--tools` define a user's own task: they set arguments of `prompts`."""
 
 from __future__ import annotations
 
@@ -61,22 +61,23 @@ def env_with_arguments(name: str = "env", metavar: str = "ENV") -> Callable[[F],
 
     def decorate(command: F) -> F:
         @functools.wraps(command)
-        def with_own_task(*args: Any, **given: Any) -> Any:
-            own = own_arguments(*(given.pop(option) for option in ("data", "reward", "tools")))
-            if given[name] is None:
+        def with_own_task(*args: Any, **parameters: Any) -> Any:
+            options = ("data", "reward", "tools")
+            own = own_arguments(*(parameters.pop(option) for option in options))
+            if parameters[name] is None:
                 if not own:
                     raise UsageError(
                         f"which {metavar}?",
                         hints=["see all: areal-gym list envs", "or rows of yours: --data FILE"],
                     )
-                given[name] = "prompts"
-            given["settings"] = {**own, **given["settings"]}
-            return command(*args, **given)
+                parameters[name] = "prompts"
+            parameters["settings"] = {**own, **parameters["settings"]}
+            return command(*args, **parameters)
 
-        words: dict[str, Any] = {"nargs": -1, "metavar": "[key=value]...", "callback": parse}
+        attributes: dict[str, Any] = {"nargs": -1, "metavar": "[key=value]...", "callback": parse}
         ids = complete.ids("envs")
         env = click.argument(name, metavar=metavar, required=False, shell_complete=ids)
-        settings = click.argument("settings", shell_complete=complete.env_arguments, **words)
+        settings = click.argument("settings", shell_complete=complete.env_arguments, **attributes)
         return env(settings(own_task_options(with_own_task)))  # type: ignore[return-value]
 
     return decorate
@@ -85,15 +86,15 @@ def env_with_arguments(name: str = "env", metavar: str = "ENV") -> Callable[[F],
 def own_arguments(data: str | None, reward: Sequence[str], tools: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of an environment that the options stand for.
 
-    Paths become absolute: a run is continued from elsewhere.
+    Paths are made absolute, because a run may be continued from another directory.
     """
     arguments: dict[str, Any] = {}
     if data is not None:
         arguments["tasks"] = _absolute_data(data)
     for name, references in (("reward", reward), ("tools", tools)):
         if references:
-            each = [absolute_reference(reference) for reference in references]
-            arguments[name] = each[0] if len(each) == 1 else each
+            absolute = [absolute_reference(reference) for reference in references]
+            arguments[name] = absolute[0] if len(absolute) == 1 else absolute
     return arguments
 
 
@@ -117,8 +118,8 @@ def own_flags(
             raise UsageError(f"--objective {flags['objective']} has no use for {wrong[0]}")
         return {"data.file": arguments["tasks"]}
     has_env = has_env or bool(_in_recipe(recipe, "env", "id"))
-    given = {f"env.kwargs.{name}": value for name, value in arguments.items()}
-    return given if has_env else {"env.id": PROMPTS, **given}
+    settings = {f"env.kwargs.{name}": value for name, value in arguments.items()}
+    return settings if has_env else {"env.id": PROMPTS, **settings}
 
 
 def _absolute_data(data: str) -> str:
@@ -140,9 +141,9 @@ def require_named_model(
 
 
 def _in_recipe(recipe: Path | None, section: str, key: str) -> Any:
-    """Return a setting of the file; None if there is none, or what it has is no settings."""
+    """Return a setting of the recipe; None if it does not have it or cannot be read."""
     if recipe is None:
         return None
-    with contextlib.suppress(OSError, DataError, AttributeError):  # said when it is loaded
+    with contextlib.suppress(OSError, DataError, AttributeError):  # load_config reports the error
         return (read_yaml(recipe).get(section) or {}).get(key)
     return None

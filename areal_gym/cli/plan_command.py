@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from areal_gym.plan.run_plan import RunPlan
 
 _BAR = 40
-"""Characters for all of a GPU's memory."""
+"""The length of a full bar, in characters: all of a GPU's memory, or the longest time."""
 
 
 @click.command("plan")
@@ -35,7 +35,7 @@ _BAR = 40
 @setting_flags({"--model": "engine.model"})
 @click.option("--gpu", default="h100-80gb", show_default=True, help="The kind of GPU.")
 @click.option(
-    "--gpus", "num_gpus", type=POSITIVE, help="The GPUs that there are [as many as used]."
+    "--gpus", "num_gpus", type=POSITIVE, help="The number of GPUs available [as many as needed]."
 )
 @click.option(
     "--tokens",

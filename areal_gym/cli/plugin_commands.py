@@ -50,8 +50,8 @@ def plugins_command(show_all: bool, strict: bool, as_json: bool) -> None:
             if show_all:
                 rows = [(spec.kind, spec.id, spec.summary) for spec in offers]
                 print_columns(rows, indent="    ")
-        more = "" if show_all else "; what each offers: areal-gym plugins --all"
-        talk(f"{counted(len(shown), 'plugin')}, {len(failed)} with problems{more}")
+        hint = "" if show_all else "; what each offers: areal-gym plugins --all"
+        talk(f"{counted(len(shown), 'plugin')}, {len(failed)} with problems{hint}")
     if strict and failed:
         raise PluginError(f"plugins with problems: {', '.join(map(str, failed))}")
 

@@ -58,7 +58,7 @@ def serve_command(
     one line of JSON: `base_url` and `api_key`. The key is AREAL_GYM_API_KEY, or a random one.
     """
     policies = (run, checkpoint, flags.get("engine.model"), flags.get("env.id"))
-    if sum(given is not None for given in policies) != 1:
+    if sum(policy is not None for policy in policies) != 1:
         raise UsageError(
             "which policy?", hints=["one of: --run RUN, --checkpoint DIR, --model DIR, --env ENV"]
         )
@@ -146,11 +146,11 @@ def serve_env_command(
         )
 
     def on_ready(url: str) -> None:
-        facts = {"env": env, "url": url, "token": token}
+        connection = {"env": env, "url": url, "token": token}
         if mcp is not None:
-            print_data(json.dumps(facts))
+            print_data(json.dumps(connection))
         else:
-            print_data(json.dumps({**facts, "owner_key": owner_key}))
+            print_data(json.dumps({**connection, "owner_key": owner_key}))
             address = url if is_loopback(host) else f"http://THIS_MACHINE:{url.rpartition(':')[2]}"
             key = "" if token is None else f"{TOKEN_VARIABLE}={token} "
             talk(f"on the other machine:  {key}areal-gym train --env remote:{address}")

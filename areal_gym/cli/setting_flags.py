@@ -1,4 +1,4 @@
-"""Command-line flags made from settings, and the settings that a command runs with."""
+"""Make command-line flags from settings, and resolve the settings that a command runs with."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def resolve(
             program that the user has not chosen.
     """
     config = load_config(file, overrides, flags=flags)
-    if file is not None and file.name == "config.yaml":  # of a run
+    if file is not None and file.name == "config.yaml":  # the settings of a run directory
         from areal_gym.runs.run_inputs import with_copies
 
         config, remarks = with_copies(config, file.parent)
@@ -107,18 +107,19 @@ def resolve(
 
 def env_flags(env: Sequence[str]) -> dict[str, Any]:
     """Return the settings of `--env`: one id, several with weights (`tir:0.7`), or UsageError."""
-    mixed = [_with_weight(absolute_reference(text)) for text in env]
-    if len(mixed) > 1:
-        return {"env.id": "mix", "env.kwargs": {"envs": mixed}}
-    if mixed and "weight" in mixed[0]:
+    envs = [_with_weight(absolute_reference(text)) for text in env]
+    if len(envs) > 1:
+        return {"env.id": "mix", "env.kwargs": {"envs": envs}}
+    if envs and "weight" in envs[0]:
         raise UsageError(
             f"--env {env[0]} gives a weight to a single environment",
             hints=["name another one: --env tir:0.7 --env math:0.3"],
         )
-    return {"env.id": mixed[0]["id"]} if mixed else {}
+    return {"env.id": envs[0]["id"]} if envs else {}
 
 
 def _with_weight(text: str) -> dict[str, Any]:
+    """Split `ID:WEIGHT`; a colon may also be part of an id or of a URL."""
     id, _, weight = text.rpartition(":")
     if "://" in id and ":" not in id.partition("://")[2]:  # a port: remote:http://HOST:PORT
         return {"id": text}
@@ -160,10 +161,10 @@ def task_flags(
     if len(env) > 1 and own:
         raise UsageError("--data, --reward and --tools are for one environment, not for a mix")
     has_env = bool(env) or any(text.startswith("env.id=") for text in overrides)
-    given = {**env_flags(env), **own_flags(own, flags, file, has_env=has_env), **flags}
-    if needs_env and "env.id" not in given and "data.file" not in given:
+    settings = {**env_flags(env), **own_flags(own, flags, file, has_env=has_env), **flags}
+    if needs_env and "env.id" not in settings and "data.file" not in settings:
         require_env(env, file, overrides)
-    return given
+    return settings
 
 
 def run_recipe(run: Path) -> Path:

@@ -119,7 +119,7 @@ _INSTALL = {
 """How to install the script of each shell."""
 
 
-# Both shells: no space after `trainer.lr=`, for a value follows.
+# In both shells, completion adds no space after `trainer.lr=`, because the value comes next.
 class _Bash(BashComplete):
     source_template = BashComplete.source_template.replace(
         "    return 0\n",

@@ -61,13 +61,13 @@ def _find(id: str, kind: str | None) -> Entry:
         return registry().get(as_kind(kind), id)
     if ":" in id:  # an adapter's environments are not listed
         return registry().get("envs", id)
-    kinds = [word for word in KINDS if any(e.id == id for e in registry().entries(word))]
+    kinds = [name for name in KINDS if any(e.id == id for e in registry().entries(name))]
     if not kinds:
         _refuse_path(id)
         from areal_gym.envs.benchmarks.left_out import require_not_left_out
 
         require_not_left_out(id)
-        known = {entry.id for word in KINDS for entry in registry().entries(word)}
+        known = {entry.id for name in KINDS for entry in registry().entries(name)}
         near = did_you_mean(id, sorted(known))
         hints = [near, "see all: areal-gym list", *registry().absences()]
         raise UnknownIdError(f"nothing has the id {id!r}", hints=hints)
@@ -109,19 +109,17 @@ def _card(entry: Entry) -> dict[str, Any]:
 
 
 def _description(target: Any) -> str:
-    """Return the docstring; a class that inherits its arguments has their lines, too."""
+    """Return the docstring, with the arguments of the base class whose `__init__` is inherited."""
     own = inspect.getdoc(target) or ""
-    maker = next(
-        (base for base in getattr(target, "__mro__", ()) if "__init__" in vars(base)), None
-    )
-    _, _, arguments = (inspect.getdoc(maker) or "").partition("\nArgs:\n")
-    if maker in (None, target) or not arguments or "\nArgs:\n" in own:
+    base = next((cls for cls in getattr(target, "__mro__", ()) if "__init__" in vars(cls)), None)
+    _, _, arguments = (inspect.getdoc(base) or "").partition("\nArgs:\n")
+    if base in (None, target) or not arguments or "\nArgs:\n" in own:
         return own
     return f"{own}\n\nArgs:\n{arguments}"
 
 
 def _benchmark_facts(benchmark: Benchmark) -> dict[str, Any]:
-    """Return what is known of a benchmark, JSON-ready."""
+    """Return the attributes of a benchmark as JSON values."""
     facts = {name: getattr(benchmark, name) for name in (*BENCHMARK_FACTS, "sampling")}
     data = benchmark.data
     return {**facts, "description": "", "source": "" if data is None else data.source}
@@ -144,9 +142,9 @@ def _arguments(entry: Entry, target: Any) -> list[dict[str, Any]]:
 
 
 def _shown(value: Any) -> Any:
-    """Convert to JSON values, as people type them: a tuple becomes a list."""
+    """Convert a default to a JSON value: a tuple becomes a list, an object its `repr`."""
     if isinstance(value, tuple | list):
-        return [_shown(each) for each in value]
+        return [_shown(item) for item in value]
     is_plain = value is None or isinstance(value, str | int | float | bool)
     return value if is_plain else repr(value)
 
@@ -228,12 +226,12 @@ def _print_card(card: dict[str, Any], spec: Spec) -> None:
         print_columns([(name.replace("_", " "), _in_words(card[name])) for name in names])
         print_data(f"\nmeasure it: areal-gym eval --benchmark {card['id']} --model MODEL")
     if card.get("arguments"):
-        how = spec.set_by.format(id=card["id"])
-        print_data(f"\narguments{f', set by {how}' if how else ''}:")
-        needed = "from the run" if spec.takes_from_run else "required"
+        setting = spec.set_by.format(id=card["id"])
+        print_data(f"\narguments{f', set by {setting}' if setting else ''}:")
+        required = "from the run" if spec.takes_from_run else "required"
         rows = []
         for row in card["arguments"]:
-            value = needed if row["is_required"] else f"default {row['default']!r}"
+            value = required if row["is_required"] else f"default {row['default']!r}"
             rows.append((row["name"], row["type"], value))
         print_columns(rows, indent="  ")
     if card.get("tools"):

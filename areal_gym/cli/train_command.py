@@ -180,7 +180,7 @@ def _describe(config: RunConfig) -> list[str]:
 
 
 def _describe_own_tasks(config: RunConfig) -> list[str]:
-    """Open the user's data and rewards, whose errors are worth more than the size of a step."""
+    """Open the user's data and rewards, to report their errors before a run starts."""
     from areal_gym.runs.components import Components
     from areal_gym.runs.task_counts import announce_tasks
 
@@ -194,7 +194,7 @@ def _describe_memory(config: RunConfig) -> list[str]:
     if config.engine.model == "starter":
         return []  # it fits anywhere
     if find_spec("torch") is None or find_spec("transformers") is None:
-        return ["memory: is told where torch is installed"]
+        return ["memory: not estimated, because torch or transformers is not installed"]
     from areal_gym.plan.plan_lines import describe_memory
 
     return describe_memory(config)

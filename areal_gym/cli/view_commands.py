@@ -200,12 +200,12 @@ def _table(comparison: Comparison) -> list[list[str]]:
 
 def _cells(row: Row) -> list[str]:
     values = []
-    for place, value in enumerate(row.values):
+    for index, value in enumerate(row.values):
         text = number(value)
-        if (bounds := row.intervals[place]) is not None:
+        if (bounds := row.intervals[index]) is not None:
             text += f" ±{(bounds[1] - bounds[0]) / 2:.2g}"
-        if row.notes and row.notes[place]:
-            text += f" ({row.notes[place]})"
+        if row.notes and row.notes[index]:
+            text += f" ({row.notes[index]})"
         values.append(text)
     verdicts = []
     for verdict, difference in zip(row.verdicts, row.differences, strict=True):
@@ -219,6 +219,6 @@ def _cells(row: Row) -> list[str]:
 def _columns(values: Sequence[str], verdicts: Sequence[str] = ()) -> list[str]:
     """Return one column for the first run and two for each other: value and verdict."""
     cells = [values[0]]
-    for place, value in enumerate(values[1:]):
-        cells += [value, verdicts[place] if verdicts else ""]
+    for index, value in enumerate(values[1:]):
+        cells += [value, verdicts[index] if verdicts else ""]
     return cells

@@ -157,7 +157,7 @@ def test_the_journal_keeps_pictures_by_hash(renderer, tmp_path):
 def test_a_policy_without_eyes_is_told_so(tmp_path):
     with (
         use_image_store(tmp_path),
-        pytest.raises(UsageError, match="has images, and this policy does not accept any"),
+        pytest.raises(UsageError, match="has pictures, and this policy cannot see"),
     ):
         play(byte_renderer(), level=1, seed=0, replies=["3"])
 

@@ -342,7 +342,7 @@ def test_critic_is_saved_and_restored(initial, trunk, tmp_path):
 
 def test_checkpoint_without_critic_is_refused(initial, tmp_path):
     path = save_trainer(learner(initial), tmp_path, 1, tmp_path)
-    with pytest.raises(ConfigError, match="holds no critic"):
+    with pytest.raises(ConfigError, match="has no critic"):
         restore_trainer(learner(initial, algorithm="ppo"), path)
 
 
