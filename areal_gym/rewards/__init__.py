@@ -1,10 +1,11 @@
-"""Rewards: functions that score a completion, by reference, with weights, as plugins.
+"""Reward functions score a completion; they are named by reference, weighted and summed.
 
     rewards = load_rewards([{"reward": "math"}, {"reward": "rewards.py:polite", "weight": 0.2}])
     rewards.check_columns(["prompt", "answer"])
     score = await rewards.score(RewardInput(completion="It is 4.", row={"answer": "4"}))
 
-docs/rewards.md has the calling convention, the built-ins and what happens to bad values.
+docs/rewards.md describes the calling convention, the built-in rewards and how bad values are
+handled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MODULES = {"RewardInput": "base", "Score": "base"}
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: commands that list plugins need none of it.
+    # Imported on first use, because commands that only list plugins do not need these modules.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'reward_set')}")

@@ -9,14 +9,14 @@ from typing import Any
 from areal_gym.types import Message
 
 SAMPLE_NAMES = ("completion", "messages", "prompt", "tool_results", "row")
-"""Parameters of a reward function that are no columns: the fields of `RewardInput`."""
+"""Parameter names that get a field of `RewardInput`; every other parameter names a column."""
 BATCH_NAMES = ("completions", "prompts")
-"""The same of batch functions, as TRL calls them: lists with one item per completion."""
+"""The same for batch functions, in TRL's convention: lists with one item per completion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardInput:
-    """One episode to score."""
+    """An episode that reward functions score."""
 
     completion: str
     """The text of the policy's last message, without its reasoning."""
@@ -29,15 +29,15 @@ class RewardInput:
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row of data, with all its columns."""
     where: str = ""
-    """Names the row in errors: `"prompts.jsonl, line 3"`."""
+    """The row's name in error messages: `"prompts.jsonl, line 3"`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """The reward of an episode, and what it is made of. A reward function may return one, too."""
+    """The reward of an episode and its parts. A reward function may return one, too."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What each reward function returned, by name, without its weight."""
+    """The unweighted value of each reward function, by its name."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to record besides, like the disagreement of judges."""
+    """Further numbers to record, such as the disagreement of judges."""

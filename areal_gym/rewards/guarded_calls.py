@@ -1,12 +1,13 @@
-"""Calls a user's functions so that one that hangs stops nothing else.
+"""Call users' functions in threads, so that a function that hangs does not stop the run.
 
-    plain function   a worker thread; the caller blocks for a millisecond at most, which is enough
-                     for nearly all, and then awaits the result
-    coroutine        an event loop on a thread of its own, for it may block where it should await
+    plain function   runs in a worker thread; the caller blocks for at most a millisecond, which is
+                     enough for nearly all functions, and then awaits the result
+    coroutine        runs in an event loop in its own thread, because it may block instead of await
 
-A thread cannot be killed. One whose time is over is sent an exception, which ends loops written in
-Python, and is never used again; a call that waits inside of a C function lives on until it returns.
-One that holds the interpreter's lock meanwhile stops all threads: its line is written to stderr.
+A thread cannot be killed. When a call exceeds its time limit, an exception is raised in its thread,
+which ends loops written in Python, and the thread is not used again. A call that waits inside a C
+function continues until that returns. If it holds the interpreter lock meanwhile, all threads
+stop; `stall_watch` then writes the line of the call to stderr.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from typing import Any
 from areal_gym.rewards.stall_watch import watch_for_stalls
 
 MAX_THREADS = 32
-"""Calls of one function at a time. Later ones wait for a thread, which their limit does not count.
-"""
+"""The maximum number of concurrent calls of one function. Further calls wait for a thread; their
+time limit does not include this wait."""
 _GRACE_S = 0.001
-"""How long the event loop may be blocked by a function that was as fast before."""
+"""How long the event loop may block on a function whose latest call was that fast, in seconds."""
 _PROBE_S = 1.0
+"""After a timeout, the event loop of coroutines is blocked if it does not react within this time.
+"""
 
 _num_forks = 0
 
@@ -44,18 +47,19 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class CallTimeoutError(Exception):
-    """A call did not end in time. (A TimeoutError would be one of the function's own.)"""
+    """A call exceeded its limit; not a TimeoutError, which the function itself may raise."""
 
 
 class _TimeOverError(BaseException):
-    """Raised inside of a function whose time is over; `except Exception` does not catch it."""
+    """Raised in the thread of a function that exceeded its limit; `except Exception` does not
+    catch it."""
 
 
 class _Worker:
-    """A thread that makes one call after the other, when it reads a byte; it writes one after each.
+    """A thread that calls a function each time it reads a byte, and writes one after each call.
 
-    A byte through a pipe wakes the other thread in half of a lock's time: Linux takes it as a
-    hand-over, and need not wake a second core.
+    A byte through a pipe wakes the other thread in half the time of a lock, because Linux treats it
+    as a hand-over and need not wake a second core.
     """
 
     def __init__(self) -> None:
@@ -73,16 +77,16 @@ class _Worker:
         self.thread.start()
 
     def begin(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        """Let the thread call the function."""
+        """Let the thread call the function with these arguments."""
         self.function, self.arguments = function, arguments
         os.write(self._begin_out, b".")
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Return whether the call has ended or does so in time; True once for each call."""
+        """Return whether the call ends within the time; it is True only once for each call."""
         return bool(self._ended.poll(1000 * timeout_s)) and bool(os.read(self._end_in, 1))
 
     def _work(self) -> None:
-        # A pipe that the caller has closed ends the thread: an OSError, or the end of the file.
+        # The thread ends when the caller closes a pipe: by an OSError, or at the end of the file.
         with contextlib.suppress(_TimeOverError, OSError):
             try:
                 while os.read(self._begin_in, 1):
@@ -96,16 +100,16 @@ class _Worker:
         begin_s = time.perf_counter()
         try:
             self.value = self.function(**self.arguments)
-        except BaseException as error:  # SystemExit, too
+        except BaseException as error:  # also SystemExit
             self.error = error
         self.seconds = time.perf_counter() - begin_s
         os.write(self._end_out, b".")
-        # Read after the byte is written: a caller sets it before it looks once more.
+        # Read `wake` after writing the byte: the caller sets it, and then tests `has_ended` again.
         if (wake := self.wake) is not None:
             wake()
 
     def abandon(self, *, is_interrupted: bool = False) -> None:
-        """Never use it again; interrupt what it does if that is Python."""
+        """Do not use the thread again; with `is_interrupted`, raise an exception in its call."""
         os.close(self._begin_out)
         os.close(self._end_in)
         if is_interrupted:
@@ -118,10 +122,10 @@ def _abandon_all(workers: set[_Worker]) -> None:
 
 
 def interrupt_thread(thread: threading.Thread) -> None:
-    """Raise an exception in the thread, at its next instruction of Python."""
+    """Raise an exception in the thread, at its next Python instruction."""
     if thread.ident is not None:
-        kind = ctypes.py_object(_TimeOverError)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), kind)
+        exception = ctypes.py_object(_TimeOverError)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), exception)
 
 
 class ThreadedCalls:
@@ -136,7 +140,7 @@ class ThreadedCalls:
         self._workers: set[_Worker] = set()
         self._queue: deque[Callable[[], object]] = deque()
         self._num_forks = _num_forks
-        # Threads end with the object that they work for; at exit they are daemons.
+        # Threads end with this object; when the process exits, they are daemons.
         weakref.finalize(self, _abandon_all, self._workers).atexit = False
 
     def _reset(self) -> None:
@@ -147,7 +151,11 @@ class ThreadedCalls:
         self._num_forks = _num_forks
 
     async def __call__(self, arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
-        """Return the function's result and what it raised; a CallTimeoutError when time is over."""
+        """Return the function's result and the exception that it raised, if any.
+
+        Raises:
+            CallTimeoutError: the function did not return within the time limit.
+        """
         if self._num_forks != _num_forks:
             self._reset()
         try:
@@ -177,7 +185,7 @@ class ThreadedCalls:
             except asyncio.CancelledError:
                 if wake in self._queue:
                     self._queue.remove(wake)
-                else:  # the thread that came free is for the next
+                else:  # this wait got the free thread already: leave it to the next in the queue
                     self._wake_next()
                 raise
             with contextlib.suppress(IndexError):
@@ -201,7 +209,7 @@ class ThreadedCalls:
                     raise CallTimeoutError
                 timer = loop.call_at(end_s, wake)
                 try:
-                    await future  # a wake of the call before is possible: look again
+                    await future  # the previous call may have ended the wait: test again
                 finally:
                     timer.cancel()
         except BaseException as error:
@@ -212,7 +220,7 @@ class ThreadedCalls:
 
 
 def _waker() -> tuple[Callable[[], object], asyncio.Future[None]]:
-    """Return a future of the running loop, and a function of any thread that ends the wait."""
+    """Return a function that any thread may call, and the future of this loop that it completes."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
@@ -221,14 +229,14 @@ def _waker() -> tuple[Callable[[], object], asyncio.Future[None]]:
             future.set_result(None)
 
     def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits
             loop.call_soon_threadsafe(end)
 
     return wake, future
 
 
 class _CoroutineThread:
-    """An event loop on a thread."""
+    """An event loop that runs in a thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -246,9 +254,11 @@ _coroutine_thread: _CoroutineThread | None = None
 
 
 async def run_coroutine(awaitable: Awaitable[Any], timeout_s: float) -> Any:
-    """Return a coroutine's result; a CallTimeoutError when time is over, even if it never awaits.
+    """Run a coroutine in another thread and return its result.
 
-    It raises what the coroutine raises.
+    Raises:
+        CallTimeoutError: it did not end within the time limit, even if it never awaits.
+        Exception: whatever the coroutine raises.
     """
     global _coroutine_thread
     with _lock:
@@ -263,7 +273,7 @@ async def run_coroutine(awaitable: Awaitable[Any], timeout_s: float) -> Any:
     result.cancel()
     probe = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), thread.loop)
     answered, _ = await _wait(asyncio.wrap_future(probe), _PROBE_S)
-    if not answered:  # the loop is blocked: later coroutines get another one
+    if not answered:  # the loop is blocked: later coroutines get a new one
         with _lock:
             if _coroutine_thread is thread:
                 _coroutine_thread = None
@@ -272,7 +282,8 @@ async def run_coroutine(awaitable: Awaitable[Any], timeout_s: float) -> Any:
 
 
 async def _contained(awaitable: Awaitable[Any]) -> Any:
-    """Await it; what would end the loop or look like our own cancellation is an error of its."""
+    """Await it, and raise RuntimeError in place of exceptions that would end the event loop or be
+    mistaken for a cancellation by the caller."""
     try:
         return await awaitable
     except (Exception, _TimeOverError):
@@ -285,7 +296,7 @@ async def _contained(awaitable: Awaitable[Any]) -> Any:
 
 
 async def _wait(future: asyncio.Future[Any], timeout_s: float) -> tuple[set[Any], set[Any]]:
-    """Wait for the future; a cancellation of the caller is passed on to it."""
+    """Wait for the future; if the caller is cancelled, cancel the future, too."""
     try:
         return await asyncio.wait({future}, timeout=timeout_s)
     except asyncio.CancelledError:

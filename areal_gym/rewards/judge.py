@@ -21,9 +21,9 @@ from areal_gym.utils.cache import cache_directory
 from areal_gym.utils.files import path_hints, write_atomic
 
 _NUM_ASKS = 3
-"""How often a judge whose answer has no verdict is asked."""
+"""How often a judge is asked, in all, if its answers have no valid verdict."""
 _MIN_CHARS = 500
-"""Texts that the server refuses are cut down to this length, and no further."""
+"""The shortest length, in characters, to which texts are cut that the server refuses."""
 _COLUMN = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
@@ -41,41 +41,42 @@ _AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
 class Judge:
     """The score of a language model that follows a rubric, from 0 to 1.
 
-    The judge reads the prompt and the completion, which a random tag fences in, and gives its
-    verdict in its own last line, with that tag: nothing in the completion can imitate it. An answer
-    without a valid verdict is asked for again. A judge that stays broken is an EnvError, never a
-    reward: the episode is played again.
+    The judge reads the prompt and the completion between markers with a random tag, and ends its
+    answer with a line that has its verdict and that tag, so nothing in the completion can imitate a
+    verdict. If an answer has no valid verdict, the judge is asked again. If it fails repeatedly, an
+    EnvError is raised, and the episode is played again instead of getting a reward.
 
-    Several criteria are parts of the reward, which is their mean. Metrics: `disagreement` (standard
+    With several criteria, their mean is the reward. Metrics: `disagreement` (standard
     deviation of the votes), `calls`, `cached`, `prompt_tokens`, `completion_tokens` and, with
     `prices`, `cost`.
 
     Args:
-        base_url: an OpenAI-compatible server: `https://api.openai.com/v1`, `http://HOST:PORT`.
-        model: the judge's name there.
-        rubric: what to look for; a text, a file (.md or .txt), or texts by criterion. `{answer}`
-            stands for the row's column of that name.
+        base_url: the URL of an OpenAI-compatible server: `https://api.openai.com/v1`,
+            `http://HOST:PORT`.
+        model: the judge's name on that server.
+        rubric: the grading instructions: a text, a file (.md or .txt), or texts by criterion.
+            `{answer}` is replaced by the row's column of that name.
         scale: the worst and the best score that the judge may give.
         votes: how often the judge is asked about each completion.
         aggregate: "mean", "median" or "majority" (the lowest of several modes) of the votes.
-        dialogue: whether the judge reads all messages, tools' results too, and not only the prompt
-            and the last message.
-        temperature: of the judge; by default 0, and 0.7 with several votes.
-        max_tokens: the limit of the judge's answer.
+        dialogue: whether the judge reads all messages, including tools' results, and not only the
+            prompt and the last message.
+        temperature: the judge's sampling temperature; by default 0, and 0.7 with several votes.
+        max_tokens: the limit of the judge's answer, in tokens.
         api_key_env: the variable with the key; by default OPENAI_API_KEY, without which only
-            servers at http:// addresses are asked. "" for servers that want no key.
-        concurrency: how many requests may be on their way.
-        request_timeout_s: the limit of one request.
-        num_tries: how often a request is repeated that failed.
+            servers at http:// addresses are asked. "" for servers that need no key.
+        concurrency: the maximum number of concurrent requests.
+        request_timeout_s: the time limit of one request, in seconds.
+        num_tries: how often a request is sent at most, if it fails.
         max_chars: longer prompts and completions are cut in the middle; those that the server
-            refuses are cut to half, and again.
-        cache: where verdicts are kept; by default in the user's cache. False keeps none.
+            refuses are halved, repeatedly.
+        cache: the directory of verdicts; by default in the user's cache. False stores none.
         prices: US dollars per million tokens of input and of output.
     """
 
     never_blocks: ClassVar[bool] = True
     timeout_s: ClassVar[float] = 600.0
-    """The limit of one reward, with waits in the queue and between tries."""
+    """The limit of one reward in seconds, including waits in the queue and between tries."""
 
     def __init__(
         self,
@@ -153,9 +154,11 @@ class Judge:
         votes = await asyncio.gather(
             *(self._vote(rubric, prompt, completion, number) for number in range(self._votes))
         )
-        scores = {name: [self._share(vote.scores[name]) for vote in votes] for name in self._rubric}
+        scores = {
+            name: [self._scaled(vote.scores[name]) for vote in votes] for name in self._rubric
+        }
         parts = {name: self._aggregate(values) for name, values in scores.items()}
-        num_prompt, num_output = (
+        num_prompt_tokens, num_output_tokens = (
             sum(getattr(vote, name) for vote in votes)
             for name in ("prompt_tokens", "completion_tokens")
         )
@@ -163,17 +166,19 @@ class Judge:
             "disagreement": statistics.fmean(map(statistics.pstdev, scores.values())),
             "calls": float(sum(vote.num_calls for vote in votes)),
             "cached": float(sum(vote.num_calls == 0 for vote in votes)),
-            "prompt_tokens": float(num_prompt),
-            "completion_tokens": float(num_output),
+            "prompt_tokens": float(num_prompt_tokens),
+            "completion_tokens": float(num_output_tokens),
         }
         if self._prices is not None:
             input_price, output_price = self._prices
-            metrics["cost"] = (num_prompt * input_price + num_output * output_price) / 1e6
+            cost = num_prompt_tokens * input_price + num_output_tokens * output_price
+            metrics["cost"] = cost / 1e6
         has_parts = len(parts) > 1
         reward = statistics.fmean(parts.values())
         return Score(reward=reward, parts=parts if has_parts else {}, metrics=metrics)
 
-    def _share(self, score: float) -> float:
+    def _scaled(self, score: float) -> float:
+        """Map the judge's scale to 0 to 1."""
         return (score - self._low) / (self._high - self._low)
 
     async def _vote(
@@ -181,12 +186,12 @@ class Judge:
     ) -> Verdict:
         identity = [*self._identity, self._dialogue, rubric, prompt, completion, number]
         file = self._cache_file(identity)
-        kept = self._read_cached(file)
-        if kept is not None:
-            return kept
+        cached = self._read_cached(file)
+        if cached is not None:
+            return cached
         verdict = await self._ask_in_context(rubric, prompt, completion)
         if file is not None:
-            # A cache that cannot be written costs money, not the episode.
+            # If the cache cannot be written, later requests cost money, but the episode goes on.
             with contextlib.suppress(OSError, GymError):
                 text = json.dumps({"scores": verdict.scores})
                 await asyncio.to_thread(write_atomic, file, text, is_synced=False)
@@ -195,9 +200,9 @@ class Judge:
     async def _ask_in_context(
         self, rubric: Mapping[str, str], prompt: str, completion: str
     ) -> Verdict:
-        """Ask about shorter texts where the server refuses long ones.
+        """Ask the judge; if the server refuses the request as too long, cut the texts and retry.
 
-        A text with more tokens than the context holds must not void the episode that it lost.
+        Otherwise a policy could avoid a low reward by a text longer than the judge's context.
         """
         limit = self._max_chars
         while True:
@@ -210,15 +215,15 @@ class Judge:
 
     async def _ask(self, rubric: Mapping[str, str], prompt: str, completion: str) -> Verdict:
         tag, messages, end = question(rubric, (self._low, self._high), prompt, completion)
-        num_prompt = num_output = 0
+        num_prompt_tokens = num_output_tokens = 0
         problem = ""
-        for number in range(1, _NUM_ASKS + 1):
+        for num_calls in range(1, _NUM_ASKS + 1):
             reply = await self._client.complete(messages)
-            num_prompt += reply.prompt_tokens
-            num_output += reply.completion_tokens
+            num_prompt_tokens += reply.prompt_tokens
+            num_output_tokens += reply.completion_tokens
             scores, problem = read_verdict(reply.text, tag, list(rubric), (self._low, self._high))
             if scores is not None:
-                return Verdict(scores, number, num_prompt, num_output)
+                return Verdict(scores, num_calls, num_prompt_tokens, num_output_tokens)
             messages = [
                 *messages[:2],
                 {
@@ -233,8 +238,8 @@ class Judge:
         if file is None:
             return None
         try:
-            kept = json.loads(file.read_bytes())["scores"]
-            scores = {name: float(kept[name]) for name in self._rubric}
+            cached = json.loads(file.read_bytes())["scores"]
+            scores = {name: float(cached[name]) for name in self._rubric}
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
         is_valid = all(self._low <= score <= self._high for score in scores.values())
@@ -298,7 +303,7 @@ def _read_prices(prices: Sequence[float] | None) -> tuple[float, float] | None:
 
 
 def _filled(rubric: str, row: Mapping[str, Any]) -> str:
-    """Return the rubric with the row's columns in it; a missing one is an EnvError."""
+    """Return the rubric with the row's columns filled in; raise EnvError if one is missing."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in row:
@@ -313,7 +318,7 @@ def _transcript(messages: Sequence[Message]) -> str:
 
 
 def _without_controls(text: str) -> str:
-    """Return the text without control tokens, and without what servers refuse."""
+    """Break up control tokens, and replace characters that servers refuse."""
     return text.encode("utf-8", "replace").decode().replace("\0", " ").replace("<|", "< |")
 
 

@@ -1,7 +1,7 @@
-"""Built-in rewards whose work depends on the text: worker processes do it, with limits.
+"""Built-in rewards whose cost depends on the text; they run in worker processes with time limits.
 
-A pattern may take exponential time on a text that a policy finds. Who uses the time up has not
-matched.
+A regular expression may take exponential time on some texts, and a policy may find such a text. If
+the time limit is reached, the text counts as not matching.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Regex:
 
     Args:
         pattern: a regular expression of Python.
-        full: whether it must match the whole completion, without white space around.
-        flags: of "ignore_case", "multiline" and "dot_all".
+        full: whether it must match the whole completion, without surrounding white space.
+        flags: any of "ignore_case", "multiline" and "dot_all".
     """
 
     never_blocks: ClassVar[bool] = True
@@ -45,11 +45,11 @@ class Regex:
         except (re.error, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"pattern = {pattern!r} is no regular expression: {error}") from None
         self._full = full
-        # One repetition at most takes quadratic time at most.
+        # A pattern with at most one repetition takes at most quadratic time.
         self._is_cheap = len(_REPEATS.findall(pattern)) < 2
 
     async def __call__(self, completion: str) -> float:
-        """Return 1.0 or 0.0; a text of more than 100,000 characters has not matched."""
+        """Return 1.0 or 0.0; a text of more than 100,000 characters does not match."""
         text = completion.strip() if self._full else completion
         if self._is_cheap and len(text) <= _SHORT:
             return has_match(self._pattern.pattern, int(self._flags), self._full, text)
@@ -66,11 +66,11 @@ def has_match(pattern: str, flags: int, full: bool, text: str) -> float:
 
 
 class JsonSchema:
-    """1 if the completion is JSON that fits a schema, else 0; a fenced block counts, too.
+    """1 if the completion is JSON that fits a schema, else 0; the JSON may be in a fenced block.
 
     Args:
-        schema: a JSON schema, or a file that holds one.
-        partial: what JSON that does not fit earns.
+        schema: a JSON schema, or the path of a file with one.
+        partial: the reward of valid JSON that does not fit the schema.
     """
 
     never_blocks: ClassVar[bool] = True
@@ -120,7 +120,7 @@ def fits_schema(schema: str, text: str) -> str:
         return "broken"
     content = json.loads(schema)
     try:
-        # The empty registry asks no server for references.
+        # With the empty registry, remote references are not fetched.
         validator = validator_for(content)(content, registry=Registry())
         return "fits" if validator.is_valid(value) else "json"
     except RecursionError:

@@ -1,4 +1,4 @@
-"""One reward function: what it asks for by its signature, how it is called, what it may return."""
+"""Call a reward function: fill the parameters of its signature, and check what it returns."""
 
 from __future__ import annotations
 
@@ -25,20 +25,27 @@ from areal_gym.rewards.guarded_calls import CallTimeoutError, ThreadedCalls, run
 from areal_gym.utils.markup import short
 
 Result = tuple[float | None, Mapping[str, float], Mapping[str, float]]
-"""A reward (None: not applicable), its parts if it has any, and metrics."""
+"""The reward (None if it does not apply to the row), its parts by name, and metrics by name."""
 
 _TIMEOUT_S = 60.0
 
 
 class RewardFunction:
-    """A user's function or one of ours, with its name, weight and fixed arguments.
+    """A reward function with its name, weight and fixed arguments.
 
-    `timeout_s` limits a call [60, or the function's own attribute of that name]. A function with
-    the attribute `never_blocks`, as built-ins have it, is called directly on the event loop: it
-    returns at once or awaits.
+    A function with the attribute `never_blocks`, such as the built-in rewards, is called directly
+    on the event loop, because it returns at once or awaits.
+
+    Args:
+        function: any callable; its parameters are named after columns, or as in `SAMPLE_NAMES`.
+        name: the name of its part in the episode's reward.
+        weight: the factor of its value in the sum.
+        kwargs: arguments that are the same in every call.
+        timeout_s: the time limit of a call in seconds; by default the function's attribute
+            `timeout_s`, otherwise 60.
 
     Raises:
-        ConfigError: it has parameters that nothing fills.
+        ConfigError: the function cannot be called by these names.
     """
 
     def __init__(
@@ -65,7 +72,7 @@ class RewardFunction:
         self._require_known_arguments(parameters)
         names = [p.name for p in named if p.name not in self._fixed]
         self.is_batch = BATCH_NAMES[0] in names
-        """Whether it scores lists of completions, like a reward function of TRL."""
+        """Whether it scores lists of completions, as TRL's reward functions do."""
         reserved = BATCH_NAMES if self.is_batch else SAMPLE_NAMES
         self._from_sample = [name for name in names if name in reserved]
         columns = [p for p in named if p.name in names and p.name not in reserved]
@@ -78,24 +85,24 @@ class RewardFunction:
 
     @property
     def required_columns(self) -> tuple[str, ...]:
-        """The columns without which it cannot be called."""
+        """The columns that the data must have."""
         return (*self._required, *getattr(self.function, "required_columns", ()))
 
     @property
     def is_quick(self) -> bool:
-        """Whether it is called before the others and not beside them: it returns at once."""
+        """Whether it returns at once, and is therefore called before the concurrent ones."""
         return not self._is_coroutine and (self.never_blocks or self._call_in_thread.was_fast)
 
     @property
     def file(self) -> Path | None:
-        """The file with its code; None for built-in code and what a notebook defines."""
+        """The file with its code; None for code in C or in a notebook."""
         try:
             return Path(inspect.getfile(_code_of(self.function)))
         except (TypeError, OSError):
             return None
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise ConfigError if the data have no column of a name that the function asks for."""
+        """Raise ConfigError if the data do not have a column that the function needs."""
         for column in self.required_columns:
             if column not in columns:
                 raise ConfigError(self._lacks(column), hints=self._column_hints(column, columns))
@@ -104,8 +111,8 @@ class RewardFunction:
         """Call the function for one episode.
 
         Raises:
-            RewardError: what it returned is no reward.
-            EnvError: it raised, took too long, or a column that it asks for is missing.
+            RewardError: it returned something that is not a reward.
+            EnvError: it raised an exception or took too long, or the row lacks a column.
         """
         arguments = self._arguments(sample)
         error: BaseException | None = None
@@ -120,7 +127,7 @@ class RewardFunction:
                 value, error = await self._call_in_thread(arguments)
                 if isinstance(error, Exception):
                     raise error
-                if inspect.isawaitable(value):  # of a function that returns a coroutine
+                if inspect.isawaitable(value):  # a plain function that returned a coroutine
                     value = await run_coroutine(value, self.timeout_s)
         except CallTimeoutError:
             raise EnvError(
@@ -134,7 +141,7 @@ class RewardFunction:
             raise
         except Exception as raised:
             raise self._failure(raised, sample) from raised
-        if error is not None:  # SystemExit, CancelledError, ... of the function, not of this task
+        if error is not None:  # the function raised SystemExit, CancelledError, ...
             raise self._failure(error, sample) from error
         return self._read(value, sample)
 
@@ -186,7 +193,7 @@ class RewardFunction:
         return arguments
 
     def _batch_arguments(self, sample: RewardInput) -> dict[str, Any]:
-        """Return lists of one, in TRL's forms: texts, or messages if the prompt is messages."""
+        """Return lists of length 1 as TRL does: texts, or messages if the prompt is messages."""
         completion: Any = sample.completion
         if not isinstance(sample.prompt, str):
             completion = list(sample.messages[len(sample.prompt) :])
@@ -196,9 +203,9 @@ class RewardFunction:
         for name in self._required:
             if name not in sample.row:
                 raise self._missing(name, sample)
-        wanted = {*self._required, *self._optional}
+        columns = {*self._required, *self._optional}
         for key, value in sample.row.items():
-            if key not in BATCH_NAMES and (self._takes_rest or key in wanted):
+            if key not in BATCH_NAMES and (self._takes_rest or key in columns):
                 arguments[key] = [value]
         return arguments | self._fixed
 
@@ -206,10 +213,10 @@ class RewardFunction:
         return f"{self} needs the column {column!r}, which the data do not have"
 
     def _column_hints(self, column: str, columns: Collection[str]) -> list[str | None]:
-        given = BATCH_NAMES if self.is_batch else SAMPLE_NAMES
+        reserved = BATCH_NAMES if self.is_batch else SAMPLE_NAMES
         return [
-            did_you_mean(column, [*columns, *given]),
-            f"the columns: {', '.join(columns) or 'none'}; besides: {', '.join(given)}",
+            did_you_mean(column, [*columns, *reserved]),
+            f"the columns: {', '.join(columns) or 'none'}; besides: {', '.join(reserved)}",
         ]
 
     def _missing(self, column: str, sample: RewardInput) -> EnvError:
@@ -236,7 +243,7 @@ class RewardFunction:
         )
 
     def _read(self, value: Any, sample: RewardInput) -> Result:
-        """Return the result as numbers, or raise RewardError."""
+        """Convert the return value to numbers; raise RewardError if it is not a reward."""
         if self.is_batch:
             values = _as_list(value)
             if values is None:
@@ -244,7 +251,7 @@ class RewardFunction:
             if len(values) != 1:
                 raise self._bad(value, f"{len(values)} rewards for 1 completion", sample)
             value = values[0]
-        if type(value) is float and math.isfinite(value):  # nearly always
+        if type(value) is float and math.isfinite(value):  # the usual case
             return value, {}, {}
         if value is None:
             return None, {}, {}
@@ -271,7 +278,7 @@ class RewardFunction:
     def _number(self, value: Any, sample: RewardInput, part: str = "") -> float:
         number = value
         if not isinstance(number, numbers.Real) and getattr(number, "size", None) is not None:
-            number = _item(number)  # of numpy or torch
+            number = _item(number)  # an array of numpy or a tensor of torch
         if isinstance(number, numbers.Real):
             try:
                 if math.isfinite(result := float(number)):
@@ -315,7 +322,7 @@ def _parameters(function: Callable[..., Any], name: str) -> Mapping[str, inspect
 
 
 def _code_of(function: Any) -> Any:
-    """Return what has the source code: of partial functions and callable objects, too."""
+    """Return the function or class with the source code, also of partials and callable objects."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -341,7 +348,7 @@ def _as_list(value: Any) -> list[Any] | None:
 
 
 def _item(value: Any) -> Any:
-    """Return the number inside of an array or a tensor with one element."""
+    """Return the number in an array or a tensor with one element; None for other values."""
     try:
         return value.item()
     except (AttributeError, TypeError, ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Several rewards with weights: `load_rewards` makes a `RewardSet` of references."""
+"""Weighted sums of reward functions: `load_rewards` makes a `RewardSet` from references."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _EXAMPLE = '{"reward": "rewards.py:polite", "weight": 0.5}'
 def load_rewards(references: References | RewardSet) -> RewardSet:
     """Load reward functions, with their weights.
 
-    One or a list of: a function or a class; text (`math`, `math=0.5`, `rewards.py:polite`,
-    `my_package.rewards:polite`, with `=WEIGHT` or without); or settings, `{"reward": ...}` with
-    `name`, `weight`, `kwargs` and `timeout_s` as they are needed. A mapping of references to
-    weights does, too: `{"math": 1, polite: 0.5}`.
+    `references` is one reference or a list of them. A reference is a function or a class; a text
+    (`math`, `rewards.py:polite`, `my_package.rewards:polite`, optionally with `=WEIGHT`); or
+    settings: `{"reward": ...}`, optionally with `name`, `weight`, `kwargs` and `timeout_s`. A
+    mapping from references to weights is accepted, too: `{"math": 1, polite: 0.5}`.
 
     Raises:
         ConfigError: a reference or a setting is wrong, or a reward cannot be made.
@@ -41,45 +41,46 @@ def load_rewards(references: References | RewardSet) -> RewardSet:
     rewards: list[RewardFunction] = []
     settings: list[Mapping[str, Any]] = []
     taken: set[str] = set()
-    for each in _each(references):
-        reward = _load(each, taken)
+    for reward_settings in _settings_of(references):
+        reward = _load(reward_settings, taken)
         taken.add(reward.name)
         rewards.append(reward)
-        settings.append(each)
+        settings.append(reward_settings)
     if not rewards:
         raise ConfigError("no reward is given", hints=["name one: areal-gym list rewards"])
     return RewardSet(rewards, settings)
 
 
 class RewardSet:
-    """Scores episodes by several reward functions; make it with `load_rewards`."""
+    """Scores episodes by several reward functions; `load_rewards` makes it."""
 
     def __init__(
         self, rewards: Sequence[RewardFunction], settings: Sequence[Mapping[str, Any]]
     ) -> None:
         self.rewards = tuple(rewards)
         self.settings = tuple(settings)
-        """What they were loaded from, in the form of settings."""
+        """The settings that each reward was loaded from."""
 
     @property
     def required_columns(self) -> tuple[str, ...]:
-        """The columns without which a reward cannot be computed."""
+        """The columns that the data must have."""
         columns = (column for reward in self.rewards for column in reward.required_columns)
         return tuple(dict.fromkeys(columns))
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise ConfigError if a reward needs a column that is not among these."""
+        """Raise ConfigError if a reward needs a column that is not one of `columns`."""
         for reward in self.rewards:
             reward.check_columns(columns)
 
     async def score(self, sample: RewardInput) -> Score:
-        """Return the weighted sum of the rewards, each by its name, and their metrics.
+        """Return the weighted sum of the rewards, the value of each, and their metrics.
 
         A reward that returns None does not apply to the row and is left out.
 
         Raises:
-            RewardError: a reward is not a finite number.
-            EnvError: a reward raised, took too long, or none of them applies to the row.
+            RewardError: a function returned something that is not a reward.
+            EnvError: a function raised an exception or took too long, or no reward applies to the
+                row.
         """
         if len(self.rewards) == 1:
             (reward,) = self.rewards
@@ -119,7 +120,7 @@ class RewardSet:
         return Score(reward=total, parts=parts, metrics=metrics)
 
     async def try_own(self, sample: RewardInput) -> None:
-        """Call the functions that are not built in; errors as of `score`."""
+        """Call the user's own functions for a sample, to find their errors early; see `score`."""
         own = [reward for reward in self.rewards if not reward.never_blocks]
         values = [(await reward.score(sample))[0] for reward in own]
         if own and len(own) == len(self) and all(value is None for value in values):
@@ -139,15 +140,15 @@ class RewardSet:
         return len(self.rewards)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Functions of files are loaded again in other processes.
+        # Other processes load the functions again: those from files cannot be pickled.
         return load_rewards, (list(self.settings),)
 
     def __repr__(self) -> str:
         return f"<RewardSet: {', '.join(f'{r.name} x {r.weight:g}' for r in self.rewards)}>"
 
 
-def _each(references: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield each reference in the form of settings."""
+def _settings_of(references: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of each reward that is referenced."""
     if isinstance(references, str):
         reference, _, weight = references.rpartition("=")
         if not reference:
@@ -156,7 +157,7 @@ def _each(references: Any) -> Iterator[Mapping[str, Any]]:
         try:
             yield {"reward": reference, "weight": float(weight)}
         except ValueError:
-            if is_code_reference(references):  # of a file with = in its path
+            if is_code_reference(references):  # a file with = in its path
                 yield {"reward": references}
                 return
             raise ConfigError(
@@ -175,8 +176,8 @@ def _each(references: Any) -> Iterator[Mapping[str, Any]]:
                 )
             yield {"reward": reference, "weight": weight}
     elif isinstance(references, Sequence):
-        for each in references:
-            yield from _each(each)
+        for reference in references:
+            yield from _settings_of(reference)
     elif callable(references):
         yield {"reward": references}
     else:
@@ -187,7 +188,7 @@ def _each(references: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _load(settings: Mapping[str, Any], taken: Collection[str]) -> RewardFunction:
-    """Make the reward of some settings; names in `taken` are used already."""
+    """Make a reward function from its settings; its name is none of those in `taken`."""
     for key in settings:
         if key not in _SETTINGS:
             raise ConfigError(f"unknown setting {key!r} of a reward", hints=choices(key, _SETTINGS))
@@ -217,7 +218,7 @@ def _load(settings: Mapping[str, Any], taken: Collection[str]) -> RewardFunction
 
 
 def _resolve(reference: Any) -> tuple[str, Any, dict[str, Any]]:
-    """Return the name of a reward, what is called, and arguments that its plugin gives."""
+    """Return the name of a reward, its callable, and the arguments that its plugin sets."""
     if not isinstance(reference, str):
         name = getattr(reference, "__name__", None)
         if name is None and hasattr(reference, "func"):  # functools.partial
@@ -239,7 +240,7 @@ def _resolve(reference: Any) -> tuple[str, Any, dict[str, Any]]:
 
 
 def _instance(cls: type, name: str, arguments: Mapping[str, Any]) -> Any:
-    """Make the object of a class whose objects are rewards."""
+    """Make an instance of a class whose instances are reward functions."""
     try:
         inspect.signature(cls).bind(**arguments)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Built-in rewards that read the text only. None of them raises, whatever the policy writes."""
+"""Built-in rewards that only read the text. No completion of the policy makes them raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class ColumnReward:
-    """A reward that compares with a column of the row, whose name is an argument."""
+    """A reward that compares the completion with a column of the row; `column` is its name."""
 
     never_blocks: ClassVar[bool] = True
 
@@ -22,7 +22,7 @@ class ColumnReward:
         self.required_columns = (column,)
 
     def gold(self, row: Mapping[str, Any]) -> Any:
-        """Return the row's value, which is not of the policy's making; raise EnvError."""
+        """Return the row's value of the column; raise EnvError if it has none."""
         (column,) = self.required_columns
         if row.get(column) is None:
             raise EnvError(f"the row has no value in the column {column!r}")
@@ -31,16 +31,16 @@ class ColumnReward:
     def golds(self, row: Mapping[str, Any]) -> list[str]:
         """Return the right answers as texts: the value, or the items of a list."""
         gold = self.gold(row)
-        return [str(each) for each in (gold if isinstance(gold, list | tuple) else [gold])]
+        return [str(answer) for answer in (gold if isinstance(gold, list | tuple) else [gold])]
 
 
 class Exact(ColumnReward):
-    """1 if the completion is the answer, else 0; spaces around them do not count.
+    """1 if the completion equals the answer, else 0; surrounding white space is ignored.
 
     Args:
-        answer: the column of the right answer, or of a list of right answers.
-        ignore_case: whether capital letters count as small ones.
-        ignore_punctuation: whether ASCII punctuation is left out of both.
+        answer: the column with the right answer, or with a list of right answers.
+        ignore_case: whether upper and lower case are treated as equal.
+        ignore_punctuation: whether ASCII punctuation is removed from both.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class Exact(ColumnReward):
 
 
 class Length:
-    """1 for a length between two limits; outside of them it falls linearly to 0.
+    """1 for a length between two limits; outside them, the reward falls linearly to 0.
 
     Args:
-        low: the fewest units.
-        high: the most units; None for no limit.
+        low: the shortest length with full reward.
+        high: the longest length with full reward; None for no limit.
         unit: "words" or "characters".
-        slope: how many units beyond a limit leave nothing [as many as the limit, at least 1].
+        slope: the number of units beyond a limit at which the reward is 0 [as many as the limit,
+            at least 1].
     """
 
     never_blocks: ClassVar[bool] = True
@@ -107,10 +108,10 @@ class Length:
 
 
 class Format:
-    """1 if the completion consists of these tags, in this order, each once; else 0.
+    """1 if the completion consists of these tags in this order, each once, else 0.
 
-    `tags=("think", "answer")` asks for `<think>...</think><answer>...</answer>` with nothing but
-    white space around them, and a text in each.
+    `tags=("think", "answer")` requires `<think>...</think><answer>...</answer>` with text inside
+    each pair and nothing but white space around them.
 
     Args:
         tags: the names of the tags.

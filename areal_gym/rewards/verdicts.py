@@ -1,4 +1,4 @@
-"""The question to a judge, and the verdict in its answer."""
+"""Write the question to a judge, and read the verdict in its answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from them.
 
 {rubric}
 
-Give {each} from {low:g} (worst) to {high:g} (best)."""
+Give {scored} from {low:g} (worst) to {high:g} (best)."""
 
 _END = """\
 Think briefly, then end with one line, a JSON object and nothing after it: {example}"""
@@ -28,7 +28,7 @@ _FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The scores by criterion, and what they took."""
+    """A judge's scores by criterion, and the calls and tokens that they cost."""
 
     scores: Mapping[str, float]
     num_calls: int
@@ -40,17 +40,17 @@ class Verdict:
 def question(
     rubric: Mapping[str, str], scale: tuple[float, float], prompt: str, completion: str
 ) -> tuple[str, list[dict[str, str]], str]:
-    """Return a new tag, the messages that ask for a verdict, and the form of its last line."""
+    """Return a new random tag, the messages to the judge, and the instruction for its last line."""
     tag = secrets.token_hex(4)
     low, high = scale
     if len(rubric) == 1:
-        criteria, each = f"The rubric:\n{next(iter(rubric.values()))}", "a score"
+        criteria, scored = f"The rubric:\n{next(iter(rubric.values()))}", "a score"
     else:
         criteria = "\n\n".join(f"Criterion {name!r}:\n{text}" for name, text in rubric.items())
-        each = "each criterion a score"
+        scored = "each criterion a score"
     scores = ", ".join(f"{json.dumps(name)}: NUMBER" for name in rubric)
     end = _END.format(example=f'{{"tag": "{tag}", {scores}}}')
-    system = _SYSTEM.format(tag=tag, rubric=criteria, each=each, low=low, high=high)
+    system = _SYSTEM.format(tag=tag, rubric=criteria, scored=scored, low=low, high=high)
     material = f"<answer {tag}>\n{completion}\n</answer {tag}>"
     if prompt:
         material = f"<prompt {tag}>\n{prompt}\n</prompt {tag}>\n\n{material}"
@@ -64,10 +64,10 @@ def question(
 def read_verdict(
     answer: str, tag: str, names: Sequence[str], scale: tuple[float, float]
 ) -> tuple[dict[str, float] | None, str]:
-    """Return the scores in the last JSON object of the answer, or None and what is wrong with it.
+    """Return the scores in the answer's last JSON object; or None, and the problem in words.
 
-    The object must carry the tag, which was drawn after the completion was written: a verdict that
-    the judge quotes from there does not count.
+    The object must have the tag, which was drawn after the completion was written, so a verdict
+    that the judge quotes from the completion does not count.
     """
     verdict = last_object(answer.rpartition("</think>")[2][-_MAX_ANSWER:])
     if verdict is None:
@@ -87,7 +87,7 @@ def read_verdict(
 
 
 def last_object(text: str) -> dict[str, object] | None:
-    """Return the last JSON object of a text, of those that hold no other object."""
+    """Return the last JSON object of a text that has no object inside it; None if there is none."""
     objects = _FLAT_OBJECT.findall(text)
     try:
         value = json.loads(objects[-1]) if objects else None
