@@ -7,13 +7,11 @@
 The token transcript is append-only: first prompt, sampled ids, bridge, sampled ids, ... (a bridge
 is the tokens between two sampled turns). Each engine call gets the whole transcript, so a training
 row made of the spans is exactly what the engine saw and sampled. When the agent or the chat
-template rewrites history, a new branch begins with its own prompt (see `areal_gym.chat.Dialogue`);
-the old branch is kept and trained on.
+template rewrites history, a new branch begins with its own prompt; the old branch is trained on.
 
-Limits: a turn that `max_new_tokens` cuts off is still handed to the environment, which grades it,
-but the episode ends there with `MAX_TOKENS`, because the policy did not end its turn itself. The
-episode also ends with `MAX_TOKENS` when the context has no room for another turn. Both kinds of
-truncated episodes are kept and trained on. A failure is recorded at the boundary where it happened.
+Limits: the environment still grades a turn that `max_new_tokens` cuts off, but the episode ends
+there with `MAX_TOKENS`, because the policy did not end its turn. It also ends with `MAX_TOKENS`
+when the context has no room for another turn. Both kinds of episodes are kept and trained on.
 """
 
 from __future__ import annotations
@@ -80,8 +78,7 @@ async def play_episode(
         options: passed to `env.reset`: `{"task": task}` or `{"split": "test", "index": 3}`.
         seed: seeds the environment and sampling.
         params: sampling parameters; this function sets `seed` and `stop_token_ids`.
-        trajectory_id: the trajectory's id in files.
-        group_id: the group's id in files.
+        trajectory_id, group_id: the ids of the trajectory and of its group in files.
         env_id: the environment's registered id; by default the name of its class.
         agent_id: the agent's registered id.
         timeout_s: the wall-clock limit in seconds; an episode that exceeds it fails (`TIMEOUT`).

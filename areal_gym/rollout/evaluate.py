@@ -46,16 +46,14 @@ async def measure(
     on_sample: Callable[[int, int, Trajectory], None] | None = None,
     kept: Mapping[tuple[int, int], Trajectory] | None = None,
 ) -> EvalReport:
-    """Play tasks 0 to `num_tasks - 1` of the split, `num_samples` episodes each.
-
-    Which tasks are played depends on the split only. A split with fewer tasks is played whole.
+    """Play tasks 0 to `num_tasks - 1` of a split, `num_samples` episodes each, and report on them.
 
     Args:
         env_factory: makes one environment instance.
         play: plays one episode.
         temperature: the sampling temperature, for the report.
         split: the split whose tasks are played.
-        num_tasks: the number of tasks.
+        num_tasks: the number of tasks; a split with fewer tasks is played completely.
         num_samples: episodes per task; pass@k and pass^k are estimated for powers of two up to it.
         max_in_flight: the most episodes at once.
         max_retries: how often a failed episode is tried again.
@@ -68,24 +66,20 @@ async def measure(
         on_trajectory: called with every attempt that ends, failures included.
         on_begin: called with the number of episodes, before the first one.
         on_sample: called with a task's index, the sample's number and its last attempt.
-        kept: episodes from an earlier evaluation, by (task index, sample number), which are not
-            played again.
+        kept: episodes from before, by (task index, sample number), which are not played again.
 
     Raises:
         DataError: the split's task at some index is not the one that the episode in `kept` played.
-        NothingToDoError: the split is empty.
+        NothingToDoError, UsageError: the split is empty, or the environment does not have it.
         FailureBudgetError: too many episodes failed for the numbers to mean anything.
-        UsageError: the environment has no such split.
     """
     start_s = time.perf_counter()
     envs = EnvPool(env_factory)
     tasks = await first_tasks(envs, split, num_tasks, max_in_flight)
-    budget = FailureBudget(max_failure_rate)
-    outage = Outage(outage_patience_s, clock=loop_time)
+    budget, outage = FailureBudget(max_failure_rate), Outage(outage_patience_s, clock=loop_time)
     failures = FailurePolicy(budget, outage, max_retries=max_retries, waits=False)
     requests = _requests(seed, tasks, num_samples)
     (on_begin or _ignore)(len(requests))
-
     trajectories = await play_all(
         *(requests, LocalEpisodeRunner(envs, play)),
         max_in_flight=max_in_flight,

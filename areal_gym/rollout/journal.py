@@ -39,7 +39,7 @@ from areal_gym.utils.files import MOST_BYTES, append_bytes, readable_disk_errors
 
 @dataclass(slots=True)
 class KnownGroup:
-    """What the journal knows about one group."""
+    """The journal's record of one group."""
 
     options: Mapping[str, Any]
     """The options that its task was drawn with."""

@@ -94,14 +94,14 @@ def test_too_long_dialogues_are_skipped_and_counted(tmp_path, renderer):
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ("{", "line 2: no JSON"),
+        ("{", "line 2: not valid JSON"),
         ("[]", "line 2: a row is an object, not list"),
         ({"message": [ASKED]}, "line 2: no field 'messages'"),
         ({"messages": "hm", "tools": 3}, "line 2: tools is 3"),
         ({"messages": []}, "line 2: messages is ..; a list of messages"),
         ({"messages": [ASKED, {"role": "asistant", "content": "4"}]}, "no role 'asistant'"),
         ({"messages": [{"role": "user", "content": [1]}, SAID]}, r"messages\[0\]: content is .1."),
-        ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": 1}]}]}, "the tool call"),
+        ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": 1}]}]}, "is not a tool call"),
         ({"messages": [ASKED], "chosen": "4", "rejected": "5"}, "a preference, not a dialogue"),
     ],
 )

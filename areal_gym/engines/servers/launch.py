@@ -25,7 +25,7 @@ _HEALTH_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartRecipe:
-    """How a kind of server is started; can be sent to other machines."""
+    """The program and arguments that start a server; it can be sent to other machines."""
 
     name: str
     """The first part of the names of logs."""

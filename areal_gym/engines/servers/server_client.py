@@ -46,7 +46,7 @@ class RefusedError(EngineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts:
-    """What a server reports about itself."""
+    """The version, model and limits that a server reports."""
 
     version: str
     """The version of the server's program."""

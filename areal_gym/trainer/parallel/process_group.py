@@ -28,7 +28,7 @@ _SHOWN = 8  # the most ranks that an error lists
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """Where and within what time the ranks of a group meet, for one of the ranks."""
+    """The address and the time limit with which one rank joins a process group."""
 
     url: str
     """`tcp://HOST:PORT`, at which rank 0 listens, or `file://PATH` on one machine."""
