@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's API, whose messages are lists of blocks."""
+"""The format of `/v1/messages`, Anthropic's API, whose messages are lists of blocks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Block(Part):
 
 
 class AnthropicTurn(BaseModel):
-    """A message as Anthropic writes it."""
+    """A message in Anthropic's format."""
 
     role: Literal["user", "assistant", "system"]
     content: Text | list[Block]
 
     def to_messages(self, pictures: PictureReader) -> list[Message]:
-        """Return tool outputs first, each as a message of its own, then the text."""
+        """Return the tool outputs, each as a separate message, and then the text."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         messages: list[Message] = []
@@ -61,8 +61,8 @@ class AnthropicTurn(BaseModel):
             else:
                 texts.append(block)
         if texts or calls or not messages:
-            is_own = self.role == "assistant"
-            content = text_of(texts) if is_own else pictures.content(texts)
+            is_policy = self.role == "assistant"
+            content = text_of(texts) if is_policy else pictures.content(texts)
             message: Message = {"role": self.role, "content": content}
             if any(thoughts):
                 message["reasoning_content"] = "".join(thoughts)
@@ -81,7 +81,7 @@ class AnthropicTool(BaseModel):
     type: str | None = None
 
     def to_function(self) -> dict[str, Any]:
-        """Return the tool as OpenAI writes it."""
+        """Return the tool in OpenAI's format; raise ApiError for a tool of Anthropic's."""
         if self.type not in (None, "custom"):
             raise unsupported("tools", self.type, "only tools of the client are")
         return function_tool(self.name, self.description, self.input_schema)
@@ -117,14 +117,14 @@ class MessagesRequest(PolicyRequest):
         choice = self.tool_choice
         is_single = choice is not None and choice.disable_parallel_tool_use
         tools = [tool.to_function() for tool in self.tools or ()]
-        kind: object = choice and choice.type
-        if choice is not None and kind == "tool":
-            kind = {"type": "tool", "name": choice.name}
+        tool_choice: object = choice and choice.type
+        if choice is not None and tool_choice == "tool":
+            tool_choice = {"type": "tool", "name": choice.name}
         return CompletionRequest(
             messages=messages,
             tools=tools,
-            has_calls=may_call(kind, False if is_single else None),
-            constraint=called_tools(kind, tools),
+            has_calls=may_call(tool_choice, False if is_single else None),
+            constraint=called_tools(tool_choice, tools),
             max_new_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -138,9 +138,10 @@ class AnthropicMessage(ReplyFormat):
 
     def __init__(self, id: str, request: MessagesRequest) -> None:
         super().__init__(id, request)
-        self._block = -1
-        self._kind = ""
-        """The kind of the open block of a stream."""
+        self._index = -1
+        """The index of the newest block of a stream."""
+        self._open_block = ""
+        """What the open block of a stream has: "text", "thinking", or the id of a tool call."""
 
     def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of a reply that is not a stream."""
@@ -151,15 +152,15 @@ class AnthropicMessage(ReplyFormat):
             blocks.append(_thinking(message["reasoning_content"]))
         if message["content"]:
             blocks.append({"type": "text", "text": message["content"], "citations": None})
-        blocks += [_use(call, call["function"]["arguments"]) for call in completion.calls]
+        blocks += [_tool_use(call, call["function"]["arguments"]) for call in completion.calls]
         return self._body(blocks, completion)
 
     def first_events(self) -> Iterable[dict[str, Any]]:
-        """Yield the message without content."""
+        """Yield the start of the message, without content."""
         yield {"type": "message_start", "message": self._body([], None)}
 
     def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
-        """Yield new text, in a block of its kind."""
+        """Yield new text, in a block of text or of thinking."""
         for kind, text in deltas:
             if kind == "content":
                 yield from self._open("text", {"type": "text", "text": "", "citations": None})
@@ -172,7 +173,7 @@ class AnthropicMessage(ReplyFormat):
         """Yield tool calls and the stop reason."""
         (completion,) = completions
         for call in completion.calls:
-            yield from self._open(call["id"], _use(call, {}))
+            yield from self._open(call["id"], _tool_use(call, {}))
             text = json.dumps(call["function"]["arguments"])
             yield self._delta({"type": "input_json_delta", "partial_json": text})
         yield from self._close()
@@ -180,21 +181,22 @@ class AnthropicMessage(ReplyFormat):
         yield {"type": "message_delta", "delta": delta, "usage": _usage(completion)}
         yield {"type": "message_stop"}
 
-    def _open(self, kind: str, block: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        if kind == self._kind:
+    def _open(self, name: str, block: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        """Close the open block and start a new one, unless the open one has this name."""
+        if name == self._open_block:
             return
         yield from self._close()
-        self._kind = kind
-        self._block += 1
-        yield {"type": "content_block_start", "index": self._block, "content_block": block}
+        self._open_block = name
+        self._index += 1
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
     def _close(self) -> Iterable[dict[str, Any]]:
-        if self._kind:
-            yield {"type": "content_block_stop", "index": self._block}
-        self._kind = ""
+        if self._open_block:
+            yield {"type": "content_block_stop", "index": self._index}
+        self._open_block = ""
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._block, "delta": delta}
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _body(self, blocks: list[dict[str, Any]], completion: Completion | None) -> dict[str, Any]:
         return {
@@ -213,7 +215,7 @@ def _thinking(text: str) -> dict[str, Any]:
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
-def _use(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
+def _tool_use(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
     name = call["function"]["name"]
     return {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 

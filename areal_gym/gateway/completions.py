@@ -1,4 +1,4 @@
-"""Requests for completions and their results, and what the bodies of all APIs have in common."""
+"""Requests for completions and their results, independent of the API that a client uses."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ Stops = Annotated[list[str], Field(max_length=16)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRequest:
-    """One call, whichever API it came through."""
+    """A request for completions, whichever API it came through."""
 
     messages: Sequence[Message] = ()
     prompt: str | None = None
-    """In place of messages: a text to continue, without any chat template."""
+    """A text to continue without a chat template, in place of messages."""
     tools: Sequence[dict[str, Any]] = ()
     has_calls: bool = True
-    """Whether tool calls in the text are parsed; only where there are tools."""
+    """Whether tool calls in the text are parsed, if the request has tools."""
     n: int = 1
+    """The number of completions."""
     max_new_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -37,26 +38,26 @@ class CompletionRequest:
     seed: int | None = None
     stops: Sequence[str] = ()
     constraint: OutputConstraint | None = None
-    """How the completion must look."""
+    """A JSON schema or tools that the completion must follow."""
     role: str | None = None
-    """The role that asks, in an episode that several roles play."""
+    """The role that requests it, in an episode with several roles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One choice."""
+    """One sampled completion of a request."""
 
     message: Message
     generation: Generation
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Tokens of the prompt that were sent or sampled before."""
+    """The number of leading prompt tokens that the session sent or sampled before."""
     stop: str | None = None
-    """The stop string that ended it."""
+    """The stop string that ended it, if any."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether a limit of tokens cut it."""
+        """Whether it was cut at a token limit."""
         return self.generation.finish_reason == "length"
 
     @property
@@ -75,13 +76,13 @@ class PolicyRequest(BaseModel):
 
 
 def function_tool(name: str, description: str | None, parameters: object) -> dict[str, Any]:
-    """Return a tool in OpenAI's shape, without the fields that are None."""
+    """Return a tool in OpenAI's format, without the fields that are None."""
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
 
 
 def tool_call(id: str, name: str, arguments: str | dict[str, Any]) -> ToolCall:
-    """Return a call of a message; arguments that are not a JSON object are kept under one name."""
+    """Return a tool call. Text that is not a JSON object becomes `{"arguments": text}`."""
     if isinstance(arguments, str):
         text = arguments
         try:

@@ -4,8 +4,8 @@
                 |                                         |                          a stream
              401, 403                               400, 429, 503
 
-Each episode has a session with a secret of its own, which is the `api_key` of the program that
-plays it. Opening, rewarding and ending sessions needs another secret, the control key.
+Each episode has a session with its own secret, which is the `api_key` of the program that plays
+the episode. Opening, rewarding and ending sessions needs another secret, the control key.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from areal_gym.utils.http_servers.connections import ConnectionLimits
 
 
 class Gateway(SessionRegistry):
-    """Serves sessions until it is closed.
+    """An HTTP server that serves sessions until it is closed.
 
     Args:
-        host: the address it listens at; on loopback, other machines cannot reach it.
-        port: 0 is any that is free.
-        control_key: the secret of the control routes; made up by default.
-        max_body_bytes: larger requests are refused.
-        max_calls_at_once: more calls than these are told to come back later.
-        limits: what one client can hold, and for how long; by default `ConnectionLimits()`.
+        host: the address to listen at; other machines cannot reach a loopback address.
+        port: the port to listen at; 0 takes any free one.
+        control_key: the secret of the control routes; random by default.
+        max_body_bytes: the size in bytes above which requests are refused.
+        max_calls_at_once: the number of concurrent calls above which status 429 is returned.
+        limits: the limits of connections; by default `ConnectionLimits()`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Gateway(SessionRegistry):
         self._site: HttpSite | None = None
 
     async def start(self) -> None:
-        """Start to listen; raise InfrastructureError if the port is taken."""
+        """Start to listen; raise InfrastructureError if the port is in use."""
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[error_middleware])
         app.add_routes(routes_of(self))
         site = HttpSite(app, limits=self._limits, handler_cancellation=True)
@@ -69,9 +69,10 @@ class Gateway(SessionRegistry):
         self._site = site
 
     async def listen_for(self, session: Session, listener: socket.socket) -> Callable[[], None]:
-        """Serve a session, and no other, at a listening socket; return what stops that.
+        """Serve only this session at a listening socket, and return a function that stops it.
 
-        Raises InfrastructureError if the gateway does not listen yet, or no more.
+        Raises:
+            InfrastructureError: the gateway is not started, or it is closed.
         """
         if self._site is None:
             raise InfrastructureError("the gateway is closed: it cannot listen at a place")

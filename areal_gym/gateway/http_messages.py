@@ -1,4 +1,4 @@
-"""Requests and replies of the gateway as HTTP: secrets, bodies, JSON, and errors of both APIs."""
+"""Read HTTP requests and write replies: keys, bodies, JSON, and the error formats of both APIs."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _TYPES = {
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A reply with another status than 200."""
+    """A reply whose status is not 200."""
 
     status: int
     message: str
     code: str | None = None
-    """One of OpenAI's, for programs."""
+    """OpenAI's error code, for programs."""
     param: str | None = None
-    """The field of the request that is at fault."""
+    """The field of the request that is wrong."""
     retry_after_s: int | None = None
 
     def __str__(self) -> str:
         return self.message
 
     def body(self, *, is_anthropic: bool = False) -> dict[str, Any]:
-        """Return the reply in the shape of OpenAI's API or of Anthropic's."""
+        """Return the reply's body in the format of OpenAI's API or of Anthropic's."""
         error = {"message": self.message, "type": _TYPES.get(self.status, "api_error")}
         if is_anthropic:
             return {"type": "error", "error": error}
@@ -52,7 +52,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return the reply to a failed call."""
+    """Return the reply for an exception that a call has raised."""
     match error:
         case ApiError():
             return error
@@ -74,14 +74,14 @@ def as_api_error(error: Exception) -> ApiError:
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Reply to failed requests in the shape that the client's library expects."""
+    """Reply to failed requests in the format that the client's library expects."""
     try:
         return await handler(request)
     except web.HTTPException as error:
         status = error.status if error.status in (404, 405) else 400
         failed = ApiError(status, f"{request.method} {request.path}: {error.reason}")
     except ConnectionError:
-        raise  # the client has gone
+        raise  # the client has closed the connection
     except Exception as error:
         failed = as_api_error(error)
     body = failed.body(is_anthropic=request.path.startswith("/v1/messages"))
@@ -92,7 +92,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
 
 
 def key_of(request: web.Request) -> str:
-    """Return the secret in a request, as OpenAI's and Anthropic's clients send it, or ApiError."""
+    """Return the key that OpenAI's or Anthropic's client sent; raise ApiError if there is none."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
@@ -104,25 +104,25 @@ def key_of(request: web.Request) -> str:
 
 
 def parse_body(model: type[BaseModel], body: bytes) -> Any:
-    """Parse a request's body; raise ApiError if it is not JSON, or does not fit the route."""
+    """Parse a request's body; raise ApiError if it is not JSON or does not fit `model`."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        field = ".".join(str(part) for part in first["loc"])
         raise ApiError(
-            400, f"{where}: {first['msg']}" if where else first["msg"], param=where or None
+            400, f"{field}: {first['msg']}" if field else first["msg"], param=field or None
         ) from None
 
 
 def json_response(content: Mapping[str, Any], *, status: int = 200) -> web.Response:
-    """Return a JSON reply, in ASCII: a sampled text may hold what UTF-8 cannot."""
+    """Return a JSON reply in ASCII, because sampled text may not be encodable as UTF-8."""
     return web.Response(
         status=status, body=json.dumps(content).encode(), content_type="application/json"
     )
 
 
 def server_sent_event(event: dict[str, Any]) -> bytes:
-    """Encode one event of a stream; an event with a `type` is named by it."""
+    """Encode one event of a stream; the event's `type`, if it has one, becomes its name."""
     name = f"event: {event['type']}\n" if "type" in event else ""
     return f"{name}data: {json.dumps(event)}\n\n".encode()

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions`: requests, and replies whole or as a stream."""
+"""The formats of `/v1/chat/completions` and `/v1/completions`: requests, replies and streams."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Call(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message as OpenAI writes it."""
+    """A message in OpenAI's format."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[Part] | None = None
@@ -52,14 +52,14 @@ class ChatMessage(BaseModel):
     name: str | None = None
 
     def to_message(self, pictures: PictureReader) -> Message:
-        """Return the message as the policy's chat template takes it."""
+        """Return the message in the format of chat templates."""
         role = "system" if self.role == "developer" else self.role
-        is_own = role == "assistant"
-        content = text_of(self.content) if is_own else pictures.content(self.content)
+        is_policy = role == "assistant"
+        content = text_of(self.content) if is_policy else pictures.content(self.content)
         message: Message = {"role": role, "content": content}
-        if self.reasoning_content is not None and role == "assistant":
+        if self.reasoning_content is not None and is_policy:
             message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls and role == "assistant":
+        if self.tool_calls and is_policy:
             message["tool_calls"] = [
                 tool_call(call.id, call.function.name, call.function.arguments)
                 for call in self.tool_calls
@@ -88,7 +88,7 @@ class FunctionTool(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Further events of a stream."""
+    """Options for further events of a stream."""
 
     include_usage: bool | None = None
 
@@ -106,7 +106,10 @@ class CompletionFields(PolicyRequest):
     logit_bias: dict[str, float] | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """Return how to sample; raise ApiError for another distribution than the policy's."""
+        """Return the fields of `CompletionRequest` about sampling.
+
+        Raises ApiError for an option that would change the policy's distribution.
+        """
         for field in ("frequency_penalty", "presence_penalty", "logit_bias"):
             refuse(field, getattr(self, field), "tokens are sampled from the policy as it is")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
@@ -173,11 +176,11 @@ class TextCompletionRequest(CompletionFields):
 
 
 class _CompletionReplies(ReplyFormat):
-    """What the replies of both routes have in common: choices, their events, the usage."""
+    """The common parts of both routes' replies: choices, their events, and the usage."""
 
     stream_end = b"data: [DONE]\n\n"
-    kind: str
-    chunk_kind: str
+    object_type: str
+    chunk_type: str
     request: ChatRequest | TextCompletionRequest
 
     def __init__(self, id: str, request: CompletionFields, tokenizer: Tokenizer) -> None:
@@ -186,14 +189,14 @@ class _CompletionReplies(ReplyFormat):
 
     def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [self._choice(index, choice) for index, choice in enumerate(completions)]
-        return self._object(self.kind, choices, usage=_usage(completions))
+        return self._object(self.object_type, choices, usage=_usage(completions))
 
     def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         for index, completion in enumerate(completions):
             yield from self._last_chunks(index, completion)
         options = self.request.stream_options
         if options is not None and options.include_usage:
-            yield self._object(self.chunk_kind, [], usage=_usage(completions))
+            yield self._object(self.chunk_type, [], usage=_usage(completions))
 
     @abstractmethod
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]: ...
@@ -204,20 +207,20 @@ class _CompletionReplies(ReplyFormat):
     def _chunk(
         self, index: int, content: dict[str, Any], completion: Completion | None = None
     ) -> dict[str, Any]:
-        """Return the event for new content of a choice; with the completion, it is the last."""
+        """Return the event for new content of a choice; its last event has the completion."""
         choice = {"index": index, **content, **self._end(completion)}
-        return self._object(self.chunk_kind, [choice])
+        return self._object(self.chunk_type, [choice])
 
-    def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        head = {"id": self.id, "object": kind, "created": int(self.created)}
-        return {**head, "model": self.request.model, "choices": choices, **more}
+    def _object(self, type: str, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        head = {"id": self.id, "object": type, "created": int(self.created)}
+        return {**head, "model": self.request.model, "choices": choices, **fields}
 
     def _end(self, completion: Completion | None) -> dict[str, Any]:
         if completion is None:
             return {"finish_reason": None, "logprobs": None}
         reason = "tool_calls" if completion.calls else "stop"
-        logprobs, is_wanted = None, self.request.logprobs
-        if is_wanted is not None and is_wanted is not False:  # 0 is a number of alternatives
+        logprobs, option = None, self.request.logprobs
+        if option is not None and option is not False:  # 0 asks for no alternatives, not for none
             logprobs = self._logprobs(_token_logprobs(completion, self._tokenizer))
         return {"finish_reason": "length" if completion.is_cut else reason, "logprobs": logprobs}
 
@@ -228,8 +231,8 @@ class _CompletionReplies(ReplyFormat):
 class Chat(_CompletionReplies):
     """Replies of chat completions."""
 
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
+    object_type = "chat.completion"
+    chunk_type = "chat.completion.chunk"
 
     def first_events(self) -> Iterable[dict[str, Any]]:
         """Yield the role of each choice."""
@@ -242,8 +245,8 @@ class Chat(_CompletionReplies):
             yield self._chunk(index, {"delta": {kind: text}})
 
     def _last_chunks(self, index: int, completion: Completion) -> Iterable[dict[str, Any]]:
-        for place, call in enumerate(completion.calls):
-            yield self._chunk(index, {"delta": {"tool_calls": [{"index": place, **_call(call)}]}})
+        for number, call in enumerate(completion.calls):
+            yield self._chunk(index, {"delta": {"tool_calls": [{"index": number, **_call(call)}]}})
         yield self._chunk(index, {"delta": {}}, completion)
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
@@ -266,7 +269,7 @@ class Chat(_CompletionReplies):
 class TextCompletion(_CompletionReplies):
     """Replies of text completions."""
 
-    kind = chunk_kind = "text_completion"
+    object_type = chunk_type = "text_completion"
 
     def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
         """Yield new text of a choice."""
@@ -289,22 +292,22 @@ class TextCompletion(_CompletionReplies):
 
 
 def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    prompt = completions[0].num_prompt_tokens
-    sampled = sum(len(completion.generation.token_ids) for completion in completions)
+    num_prompt = completions[0].num_prompt_tokens
+    num_sampled = sum(len(completion.generation.token_ids) for completion in completions)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
         "prompt_tokens_details": {"cached_tokens": completions[0].num_cached_tokens},
     }
 
 
 def _token_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     generation = completion.generation
-    spelled = [tokenizer.decode([token_id]) for token_id in generation.token_ids]
+    tokens = [tokenizer.decode([token_id]) for token_id in generation.token_ids]
     return [
         {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in zip(spelled, generation.logprobs, strict=True)
+        for token, logprob in zip(tokens, generation.logprobs, strict=True)
     ]
 
 

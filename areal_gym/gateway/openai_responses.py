@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer API, whose replies are lists of items."""
+"""The format of `/v1/responses`, OpenAI's newer API, whose replies are lists of items."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Item(BaseModel):
 
 
 class Tool(BaseModel):
-    """A function that the policy may call; other kinds of tools run at OpenAI only."""
+    """A function that the policy may call; OpenAI's own tools are not supported."""
 
     type: str
     name: str | None = None
@@ -54,7 +54,7 @@ class Tool(BaseModel):
     strict: bool | None = None
 
     def to_function(self) -> dict[str, Any]:
-        """Return the tool as chat completions write it."""
+        """Return the tool in the format of chat completions; raise ApiError for other types."""
         if self.type != "function" or self.name is None:
             raise unsupported("tools", self.type, "functions with a name are the only tools here")
         return function_tool(self.name, self.description, self.parameters)
@@ -80,7 +80,10 @@ class ResponseRequest(PolicyRequest):
     text: TextOptions | None = None
 
     def to_request(self, before: Sequence[Message], pictures: PictureReader) -> CompletionRequest:
-        """Return the request after `before`; raise ApiError for an unsupported field."""
+        """Return the body as a completion request, with the messages `before` in front.
+
+        Raises ApiError for an unsupported field.
+        """
         refuse("top_logprobs", self.top_logprobs, "only sampled tokens have log-probabilities here")
         tools = [tool.to_function() for tool in self.tools or ()]
         call = called_tools(self.tool_choice, tools)
@@ -99,23 +102,23 @@ class ResponseRequest(PolicyRequest):
         )
 
     def messages(self, pictures: PictureReader) -> list[Message]:
-        """Return the input as messages; items of one completion become one message.
+        """Return the input as messages; the items of one completion become one message.
 
-        Raises ApiError for an item of an unknown kind.
+        Raises ApiError for an item of an unknown type.
         """
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[Message] = []
         is_answering = False
-        """Whether the newest message is the policy's, and may still get calls."""
+        """Whether the newest message is the policy's, and may still get tool calls."""
         for item in self.input:
             if item.type == "reasoning":
                 continue
             if item.type == "message" and item.role is not None:
                 role = "system" if item.role == "developer" else item.role
                 is_answering = role == "assistant"
-                read = text_of if is_answering else pictures.content
-                messages.append({"role": role, "content": read(item.content)})
+                content_of = text_of if is_answering else pictures.content
+                messages.append({"role": role, "content": content_of(item.content)})
             elif item.type == "function_call":
                 if not is_answering:
                     messages.append({"role": "assistant", "content": ""})
@@ -158,12 +161,12 @@ class Response(ReplyFormat):
         return self._body(completion)
 
     def first_events(self) -> Iterable[dict[str, Any]]:
-        """Yield the empty response."""
+        """Yield the response without output."""
         yield self._event("response.created", response=self._body(None))
         yield self._event("response.in_progress", response=self._body(None))
 
     def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
-        """Yield new text, in an item of its kind."""
+        """Yield new text, in a message or a reasoning item."""
         for kind, text in deltas:
             if not self._output or self._output[-1]["type"] != _ITEM_TYPES[kind]:
                 yield from self._close()
@@ -172,7 +175,7 @@ class Response(ReplyFormat):
             yield self._text_event("delta", delta=text)
 
     def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
-        """Yield tool calls, and the whole response."""
+        """Yield the tool calls, and then the complete response."""
         (completion,) = completions
         yield from self._close()
         for item in self._call_items(completion):
@@ -180,16 +183,16 @@ class Response(ReplyFormat):
             place = {"item_id": item["id"], "output_index": len(self._output)}
             self._output.append({**item, "arguments": "", "status": "in_progress"})
             yield self._item_event("added", self._output[-1])
-            kind = "response.function_call_arguments"
-            yield self._event(f"{kind}.delta", **place, delta=arguments)
-            yield self._event(f"{kind}.done", **place, name=item["name"], arguments=arguments)
+            event = "response.function_call_arguments"
+            yield self._event(f"{event}.delta", **place, delta=arguments)
+            yield self._event(f"{event}.done", **place, name=item["name"], arguments=arguments)
             self._output[-1] = item
             yield self._item_event("done", item)
         if not self._output:
             yield from self._open("content")
             yield from self._close()
-        kind = "response.incomplete" if completion.is_cut else "response.completed"
-        yield self._event(kind, response=self._body(completion))
+        event = "response.incomplete" if completion.is_cut else "response.completed"
+        yield self._event(event, response=self._body(completion))
 
     # ---- items --------------------------------------------------------------------------------
 
@@ -235,14 +238,15 @@ class Response(ReplyFormat):
         status, usage = "in_progress", None
         if completion is not None:
             status = "incomplete" if completion.is_cut else "completed"
-            prompt, sampled = completion.num_prompt_tokens, len(completion.generation.token_ids)
-            cached = completion.num_cached_tokens
+            num_prompt = completion.num_prompt_tokens
+            num_sampled = len(completion.generation.token_ids)
+            num_cached = completion.num_cached_tokens
             usage = {
-                "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-                "output_tokens": sampled,
+                "input_tokens": num_prompt,
+                "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+                "output_tokens": num_sampled,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": prompt + sampled,
+                "total_tokens": num_prompt + num_sampled,
             }
         request = self.request
         is_cut = status == "incomplete"
@@ -269,17 +273,17 @@ class Response(ReplyFormat):
         }
 
     def _text_event(self, change: str, **content: Any) -> dict[str, Any]:
-        kind = self._output[-1]["content"][0]["type"]
-        more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-        return self._part_event(f"response.{kind}.{change}", **content, **more)
+        part = self._output[-1]["content"][0]["type"]
+        logprobs: dict[str, Any] = {"logprobs": []} if part == "output_text" else {}
+        return self._part_event(f"response.{part}.{change}", **content, **logprobs)
 
-    def _part_event(self, kind: str, **content: Any) -> dict[str, Any]:
-        item_id, place = self._output[-1]["id"], len(self._output) - 1
-        return self._event(kind, item_id=item_id, output_index=place, content_index=0, **content)
+    def _part_event(self, type: str, **content: Any) -> dict[str, Any]:
+        item_id, index = self._output[-1]["id"], len(self._output) - 1
+        return self._event(type, item_id=item_id, output_index=index, content_index=0, **content)
 
     def _item_event(self, change: str, item: dict[str, Any]) -> dict[str, Any]:
-        place = len(self._output) - 1
-        return self._event(f"response.output_item.{change}", output_index=place, item=item)
+        index = len(self._output) - 1
+        return self._event(f"response.output_item.{change}", output_index=index, item=item)
 
     def _event(self, type: str, **content: Any) -> dict[str, Any]:
         self._num_events += 1

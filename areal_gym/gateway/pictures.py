@@ -1,4 +1,4 @@
-"""Contents of messages as clients send them: texts, and pictures, which are read or refused."""
+"""Read the contents of clients' messages: texts, and images, which are checked and stored."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from areal_gym.types import Content, ImagePart, TextPart
 
 Text = Annotated[str, Field(max_length=8_000_000)]
 _PICTURES = ("image_url", "input_image", "image")
-"""The types of parts that are pictures: of chat completions, of responses, and Anthropic's."""
+"""The types of image parts in chat completions, in responses, and in Anthropic's messages."""
 
 
 class ImageUrl(BaseModel):
-    """The address of a picture in a chat completion."""
+    """The URL of an image in a chat completion."""
 
     url: str
 
 
 class ImageSource(BaseModel):
-    """A picture as Anthropic writes it."""
+    """An image in Anthropic's format."""
 
     type: str
     media_type: str | None = None
@@ -43,9 +43,9 @@ class Part(BaseModel):
 
 
 class PictureReader:
-    """Reads the contents of one request; counts its pictures, and keeps them in the store.
+    """Reads the contents of one request, checks its images against limits, and stores them.
 
-    `can_see` says whether the policy takes pictures at all.
+    `can_see` says whether the policy accepts images.
     """
 
     def __init__(self, can_see: bool, limits: ImageLimits | None = None) -> None:
@@ -54,10 +54,10 @@ class PictureReader:
         self._num_images = self._num_bytes = 0
 
     def content(self, content: str | Sequence[Part] | None) -> Content:
-        """Return what a message says; a text if it has no pictures.
+        """Return the content of a message: text, or a list of parts if it has images.
 
         Raises:
-            ApiError: a part is neither text nor picture, or a picture is refused; it says why.
+            ApiError: a part is neither text nor an image, or an image is refused.
         """
         if content is None or isinstance(content, str):
             return content or ""

@@ -1,4 +1,4 @@
-"""The formats in which the APIs reply, and how a stream of events is sent."""
+"""The interface of the APIs' reply formats, and sending a stream of events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal_gym.gateway.text_stream import Delta, deltas_of
 
 
 class ReplyFormat(ABC):
-    """The replies of one API."""
+    """The reply format of an API, for one request."""
 
     stream_end = b""
     """The last bytes of a stream."""
@@ -46,7 +46,7 @@ class ReplyFormat(ABC):
 
 
 TextQueue = asyncio.Queue[tuple[int, list[Delta]] | None]
-"""New text of choices, by their index; None at the end."""
+"""Pairs of a choice's index and its new text; None at the end."""
 
 
 async def send_stream(
@@ -55,10 +55,10 @@ async def send_stream(
     texts: TextQueue,
     format: ReplyFormat,
 ) -> web.StreamResponse:
-    """Send text as it is sampled: `completing` samples, and puts it into the queue `texts`.
+    """Send text while it is sampled: `completing` samples and puts new text into `texts`.
 
     Raises:
-        Exception: sampling failed before the first text; it is the reply's status.
+        Exception: sampling failed before the first text, so the reply can still have its status.
     """
     task = asyncio.ensure_future(completing)
     task.add_done_callback(lambda _: texts.put_nowait(None))
@@ -71,9 +71,9 @@ async def send_stream(
         )
         await response.prepare(request)
         events = list(format.first_events())
-        shown = set()
+        streamed = set()
         while new_text is not None:
-            shown.add(new_text[0])
+            streamed.add(new_text[0])
             events += format.text_events(*new_text)
             if texts.empty():
                 await response.write(b"".join(map(server_sent_event, events)))
@@ -82,7 +82,7 @@ async def send_stream(
         try:
             completions = await task
             for index, completion in enumerate(completions):
-                if index not in shown:  # a retry, replied to from memory
+                if index not in streamed:  # the reply to a retry, which is not sampled again
                     events += format.text_events(index, deltas_of(completion.message))
             events += format.last_events(completions)
         except Exception as error:

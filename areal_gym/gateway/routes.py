@@ -33,7 +33,7 @@ class OpenSession(BaseModel):
     """An external program opens an episode."""
 
     task: str | None = None
-    """Sessions of the same task are compared with each other."""
+    """The task's name; advantages compare sessions of the same task."""
 
 
 class GiveReward(BaseModel):
@@ -41,16 +41,16 @@ class GiveReward(BaseModel):
 
     reward: Reward
     answer_id: str | None = None
-    """The `id` of an answer; by default the newest."""
+    """The `id` of the answer; by default, it is the newest one."""
 
 
 class EndSession(BaseModel):
     """The program has finished."""
 
     reward: Reward | None = None
-    """For the newest answer."""
+    """The reward of the newest answer."""
     error: str | None = None
-    """Why the program has failed: the session is not trained on."""
+    """The program's error, if it has failed; the session is then not trained on."""
 
 
 class RunTool(BaseModel):
@@ -60,7 +60,7 @@ class RunTool(BaseModel):
 
 
 class GiveAnswer(BaseModel):
-    """A text for the environment."""
+    """The program answers the environment with a text."""
 
     content: Text
 
@@ -75,7 +75,7 @@ Content = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A request whose key was checked and whose body was read; its methods handle the routes."""
+    """A request whose key was checked and whose body was read. Its methods handle the routes."""
 
     gateway: SessionRegistry
     http: web.Request
@@ -84,7 +84,7 @@ class _Call:
 
     @property
     def session(self) -> Session:
-        """The session whose key the request has; control routes name it in their path."""
+        """The session of the request's key or, in control routes, of the id in the path."""
         if not self.is_control:
             return self.gateway.session_of(self.http)
         if (id := self.http.match_info["id"]) not in self.gateway.sessions:
@@ -108,7 +108,7 @@ class _Call:
         return self.http.match_info.get("role")
 
     def pictures(self) -> PictureReader:
-        """Return the reader of the request's contents."""
+        """Return a reader for the contents of this request."""
         return PictureReader(self.session.recorder.renderer.vision is not None)
 
     async def complete(
@@ -221,7 +221,7 @@ def _for_client(message: Message) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of the table."""
+    """One row of the table of routes."""
 
     method: str
     path: str
@@ -231,7 +231,7 @@ class Route:
     key: Key = "session"
 
 
-_CONTROL, _ONE = "/v1/rl/sessions", "/v1/rl/sessions/{id}"
+_SESSIONS, _SESSION = "/v1/rl/sessions", "/v1/rl/sessions/{id}"
 ROUTES = [
     Route("POST", "/v1/chat/completions", "OpenAI's chat completions", _Call.chat, ChatRequest),
     Route("POST", "/v1/completions", "continue a text", _Call.completions, TextCompletionRequest),
@@ -243,10 +243,10 @@ ROUTES = [
     Route("GET", "/v1/rl/task", "first messages and tools of the episode", _Call.task),
     Route("POST", "/v1/rl/tool", "run a tool that was called", _Call.tool, RunTool),
     Route("POST", "/v1/rl/answer", "answer the environment", _Call.answer, GiveAnswer),
-    Route("POST", _CONTROL, "open a session", _Call.open_session, OpenSession, "control"),
-    Route("GET", _CONTROL, "the open sessions", _Call.list_sessions, key="control"),
-    Route("POST", f"{_ONE}/reward", "add a reward", _Call.reward, GiveReward, "control"),
-    Route("POST", f"{_ONE}/end", "end a session", _Call.end, EndSession, "control"),
+    Route("POST", _SESSIONS, "open a session", _Call.open_session, OpenSession, "control"),
+    Route("GET", _SESSIONS, "the open sessions", _Call.list_sessions, key="control"),
+    Route("POST", f"{_SESSION}/reward", "add a reward", _Call.reward, GiveReward, "control"),
+    Route("POST", f"{_SESSION}/end", "end a session", _Call.end, EndSession, "control"),
     Route("POST", "/v1/rl/pause", "tell calls to come back later", _Call.pause, Nothing, "control"),
     Route("POST", "/v1/rl/resume", "accept calls again", _Call.resume, Nothing, "control"),
 ]
@@ -255,7 +255,7 @@ _MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal-gym"}
 
 
 def routes_of(gateway: SessionRegistry) -> list[web.RouteDef]:
-    """Return all routes of a gateway."""
+    """Return all routes of a gateway, for its web application."""
     description = openapi(ROUTES)
 
     async def describe(request: web.Request) -> web.Response:
@@ -293,7 +293,7 @@ def _id(prefix: str) -> str:
 
 
 def openapi(table: Sequence[Route]) -> dict[str, Any]:
-    """Return the OpenAPI description of these routes, for `/openapi.json`."""
+    """Return the OpenAPI description of these routes, which `/openapi.json` serves."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Any] = {}
     for route in table:

@@ -1,4 +1,4 @@
-"""One session: the completions of one episode, which one secret opens."""
+"""A session: the completions of one episode, which a program requests with the session's secret."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from areal_gym.types import Message, StopReason
 from areal_gym.utils.http_servers.addresses import http_address
 
 _MAX_REMEMBERED = 256
-"""Calls whose completions are kept for retries."""
+"""The number of requests whose completions are stored for retries."""
 _MASK = 2**64 - 1
 
 OnText = Callable[[int, list[Delta]], None]
-"""Called with new text of a choice, and the choice's index."""
+"""Called with the index of a choice and its new text."""
 
 
 class EpisodeHandle(Protocol):
-    """The episode that a session plays: what `areal_gym.agents.base.Episode` offers programs."""
+    """The episode that a session plays: the part of `agents.base.Episode` that programs use."""
 
     @property
     def first_messages(self) -> Sequence[Message]:
-        """Messages that open the episode."""
+        """The messages that open the episode."""
 
     @property
     def tools(self) -> Sequence[Any]:
@@ -55,10 +55,10 @@ class EpisodeHandle(Protocol):
         """Return the output of a tool call."""
 
     async def reply(self, answer: str) -> Sequence[Message]:
-        """Hand a text to the environment; return its reply."""
+        """Send a text to the environment, and return its reply."""
 
     def give_reward(self, reward: float, *, turn: TurnDraft | None = None) -> None:
-        """Add to the reward of a turn, by default the last."""
+        """Add to the reward of a turn; by default, it is the last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,24 +67,26 @@ class SessionOptions:
 
     group_id: str = ""
     max_calls: int | None = None
-    """The most completions."""
+    """The maximum number of completions."""
     is_training: bool = True
-    """Whether the run says how to sample; else the client does."""
+    """Whether completions are trained on, and the run sets the sampling; otherwise clients do."""
     max_points: int | None = None
-    """The most completions that can be continued; see `Conversations`."""
+    """The maximum number of stored completions that can be continued; see `Conversations`."""
     api_key: str | None = None
-    """The session's secret; made up by default."""
+    """The session's secret; random by default."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One request, and the clients that wait for it."""
+    """The sampling of a request, and the number of connections that wait for it."""
 
     task: asyncio.Task[list[Completion]]
     num_waiting: int = 0
     is_delivered: bool = False
+    """Whether a client has received the whole reply."""
 
     def is_reusable(self, is_retry: bool) -> bool:
+        """Return whether an equal request gets these completions instead of new ones."""
         if not self.task.done():
             return is_retry
         has_failed = self.task.cancelled() or self.task.exception() is not None
@@ -92,11 +94,12 @@ class _Call:
 
 
 class Session:
-    """The calls of one episode (None: there is only the policy); its agent's `PolicyEndpoint`.
+    """The calls of one episode; an agent gets it as its `PolicyEndpoint`.
 
-    A call whose client disconnects is aborted, and leaves nothing behind: its completion was not
-    used. A completed call stays, and is replied to again, from memory, when the client retries.
-    `on_offer` lets external programs claim the session; `on_close` makes its secret worthless.
+    A call whose client disconnects is aborted and not recorded, because its completion was not
+    used. The completions of a finished call are stored, so a client that retries gets them again.
+    Without an `episode`, only the policy is served. `on_offer` lets external programs claim the
+    session, `on_close` makes its secret invalid, and `on_listen` serves it at a listening socket.
     """
 
     def __init__(
@@ -117,9 +120,9 @@ class Session:
         self.id = f"session-{secrets.token_hex(8)}"
         self.api_key = options.api_key or f"ag-{secrets.token_urlsafe(24)}"
         self.limit: StopReason | None = None
-        """The limit that the newest call has met."""
+        """The limit that the newest call has reached, if any."""
         self.error: EngineError | None = None
-        """Why the newest call failed."""
+        """The error of the newest call, if it failed."""
         self.was_called_after_end = False
         """Whether the policy was called after the environment had ended the episode."""
         self._on_offer = on_offer
@@ -147,8 +150,9 @@ class Session:
     ) -> list[Completion]:
         """Return the completions of a request; a retry gets the same ones.
 
-        A retry is a request that says so, or that repeats one whose reply never arrived. A client
-        that sends the same request twice otherwise wants two replies.
+        A request is a retry if its header says so, or if it equals one whose reply was not
+        delivered. Otherwise, a client that sends the same request twice gets two samples. `key` is
+        the hash of the request, and `complete` samples.
         """
         call = self._calls.get(key)
         if call is None or not call.is_reusable(is_retry):
@@ -166,18 +170,18 @@ class Session:
                 call.task.cancel()
 
     def mark_delivered(self, key: bytes) -> None:
-        """Record that the client has the whole reply."""
+        """Record that the client has received the whole reply."""
         if key in self._calls:
             self._calls[key].is_delivered = True
 
     async def complete(
         self, request: CompletionRequest, on_text: OnText | None = None
     ) -> list[Completion]:
-        """Sample the policy, `n` times at once; `on_text` is called with new text meanwhile.
+        """Sample `request.n` completions concurrently; `on_text` is called with new text meanwhile.
 
         Raises:
-            ApiError: a limit of the episode.
-            ContextFullError: the prompt leaves no room.
+            ApiError: a limit of the episode is reached, or the episode has ended.
+            ContextFullError: the prompt leaves no room for new tokens.
             EngineError: the policy could not be sampled.
         """
         self._check_limits(request)
@@ -193,20 +197,20 @@ class Session:
         return completions
 
     def base_url_of(self, role: str, base_url: str | None = None) -> str:
-        """Return the URL at which a role asks, made of a URL that ends with `/v1`."""
+        """Return the URL at which a role calls the policy; `base_url` ends with `/v1`."""
         base = (base_url or self.base_url).removesuffix("/v1")
         return f"{base}/role/{quote(role, safe='')}/v1"
 
     def require_role(self, role: str | None) -> None:
-        """Raise ApiError unless a call names a role of the episode, or needs none."""
+        """Raise ApiError unless the call names one of the episode's roles, if it has any."""
         roles = () if self.episode is None else self.episode.roles
         if role in (roles or (None,)):
             return
-        what = "the call names none" if role is None else f"{role!r} is none of them"
+        problem = "the call names none" if role is None else f"{role!r} is none of them"
         urls = ", ".join(map(self.base_url_of, roles))
         raise ApiError(
             400 if role is None else 404,
-            f"the policy plays the roles {', '.join(roles)}, and {what}; each has a base_url: "
+            f"the policy plays the roles {', '.join(roles)}, and {problem}; each has a base_url: "
             f"{urls}"
             if roles
             else f"this session has no role {role!r}: its base_url is {self.base_url}",
@@ -309,7 +313,7 @@ class Session:
         return replace(params, **{k: v for k, v in fields.items() if v is not None})
 
     def history(self, reply_id: str | None) -> list[Message]:
-        """Return the messages up to a reply, for clients that send only what is new.
+        """Return the messages up to a reply, for clients that send only new messages.
 
         Raises ApiError if the session has no such reply.
         """
@@ -325,7 +329,7 @@ class Session:
         return self._histories[reply_id]
 
     def keep_history(self, reply_id: str, messages: list[Message]) -> None:
-        """Keep the messages up to a reply for `history`."""
+        """Store the messages up to a reply for `history`."""
         self._histories[reply_id] = messages
         if len(self._histories) > _MAX_REMEMBERED:
             self._histories.popitem(last=False)
@@ -333,16 +337,16 @@ class Session:
     # ---- the episode --------------------------------------------------------------------------
 
     def message_with(self, call_id: str) -> Message | None:
-        """Return the policy's message with this tool call."""
+        """Return the policy's message that has this tool call; None if there is none."""
         return self._by_call_id.get(call_id)
 
     def remember_turn(self, reply_id: str, completions: Sequence[Completion]) -> None:
-        """Let rewards for `reply_id` go to the turn of the first completion."""
+        """Assign later rewards for `reply_id` to the turn of the first completion."""
         if self.episode is not None:
             self._turns[reply_id] = self.recorder.turn_of(completions[0].message)
 
     def give_reward(self, reward: float, reply_id: str | None = None) -> None:
-        """Add to a reply's reward, by default the newest's; raise ApiError if there is none."""
+        """Add to a reply's reward, by default the newest; raise ApiError if there is none."""
         if self.episode is None:
             raise ApiError(400, "this session plays no episode: it is not trained on")
         if not self.recorder.turns:
@@ -357,11 +361,11 @@ class Session:
 
     @property
     def num_calls(self) -> int:
-        """The number of completions."""
+        """The number of completions so far."""
         return self.recorder.num_calls
 
     async def listen_at(self, listener: socket.socket) -> str:
-        """Serve this session, and no other, at a listening socket until it is closed."""
+        """Serve only this session at a listening socket until it is closed; return the base URL."""
         host, port = listener.getsockname()[:2]
         self._stops.append(await self._on_listen(self, listener))
         return f"{http_address(host, port)}/v1"
@@ -372,7 +376,7 @@ class Session:
         await self._claimed.wait()
 
     async def ended(self) -> None:
-        """Wait until that program ends the episode; raise AgentError if it reports a failure."""
+        """Wait until the program ends the episode; raise AgentError if it reports a failure."""
         await self._ended.wait()
         if self._failure is not None:
             raise AgentError(f"the program says that it has failed: {self._failure}")
@@ -388,9 +392,9 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Make the secret worthless and abort calls that are under way."""
+        """Make the secret invalid, and abort the calls in progress."""
         self._on_close(self)
-        if self._stops:  # a program inside a place: it may rewrite its history
+        if self._stops:  # a program in a place, which may have rewritten its history
             branches = {turn.branch for turn in self.recorder.turns}
             self.recorder.metrics["forks"] = max(0, len(branches) - 1)
         for stop in self._stops:

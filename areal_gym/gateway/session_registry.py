@@ -1,4 +1,4 @@
-"""The sessions of a gateway: whose secret is whose, and what may be called now."""
+"""The sessions of a gateway: find the session of a request's key, and call the policy for it."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ from areal_gym.recording import InFlight, Recorder
 from areal_gym.utils.http_servers.addresses import is_same_secret
 
 MODEL = "policy"
-"""The policy's name. Any other name means it, too: programs have names built in."""
+"""The policy's name in `/v1/models`. Requests may have any model name, as programs often have
+built-in ones."""
 
 
 BOUND_SESSION: ContextVar[Session | None] = ContextVar("areal_gym_bound_session", default=None)
-"""The only session that the request which is being handled may use; None: any."""
+"""The only session that the current request may use; None if it may use any."""
 
 _MAX_NAMED = 4096
-"""Groups whose task is remembered."""
+"""The number of groups whose task is stored."""
 
 
 class SessionRegistry:
     """Opens sessions, finds the session of a request, and lets it call the policy.
 
-    Sessions of episodes that wait for an external program are offered to the programs that open
-    sessions. A run compares the siblings of a group with each other: a program names the task that
-    it tries (any text), and sessions with the same name become siblings. Those without a name
-    share groups in the order in which they are opened.
+    Sessions of episodes that wait for an external program are offered to programs that open
+    sessions. Advantages compare the episodes of a group with each other. A program therefore names
+    the task that it tries, by any text, and sessions with the same name get into the same group.
+    Sessions without a name fill groups in the order in which they are opened.
 
     Args:
-        control_key: the secret of the control routes; made up by default.
-        max_calls_at_once: more calls than these are told to come back later.
+        control_key: the secret of the control routes; random by default.
+        max_calls_at_once: the number of concurrent calls above which status 429 is returned.
     """
 
     def __init__(self, *, control_key: str | None = None, max_calls_at_once: int = 16_384) -> None:
         self.control_key = control_key or f"agc-{secrets.token_urlsafe(24)}"
         self.is_paused = False
-        """Whether calls are told to come back later."""
+        """Whether calls are refused with status 429 for now."""
         self.num_calls = 0
-        """Calls under way."""
+        """The number of calls in progress."""
         self.url = ""
         """The gateway's URL, without `/v1`, once it listens."""
         self.sessions: dict[str, Session] = {}
@@ -58,7 +59,7 @@ class SessionRegistry:
         self.offers: list[Session] = []
         """Sessions that external programs may claim."""
         self._tasks: dict[str, str | None] = {}
-        """The task of each group of which a session was claimed."""
+        """The task's name by group, for groups that have a claimed session."""
         self._max_calls_at_once = max_calls_at_once
 
     def open_session(
@@ -68,7 +69,7 @@ class SessionRegistry:
         *,
         episode: EpisodeHandle | None = None,
     ) -> Session:
-        """Open a session that plays `episode`; without one there is only the policy."""
+        """Open a session that plays `episode`; without an episode, only the policy is served."""
         session = Session(
             recorder,
             options or SessionOptions(),
@@ -85,14 +86,14 @@ class SessionRegistry:
     def serve_policy(
         self, engine: Engine, renderer: Renderer, *, api_key: str | None = None
     ) -> Session:
-        """Open a session that is not trained on: clients say how to sample, little is kept."""
+        """Open a session that is not trained on and not recorded; clients set the sampling."""
         params = SamplingParams(max_new_tokens=engine.max_context)
         recorder = Recorder(engine, renderer, params, in_flight=InFlight(), keeps=False)
         options = SessionOptions(is_training=False, max_points=4096, api_key=api_key)
         return self.open_session(recorder, options)
 
     async def listen_for(self, session: Session, listener: socket.socket) -> Callable[[], None]:
-        """Serve a session, and no other, at a socket; return what stops that."""
+        """Serve only this session at a socket, and return a function that stops it."""
         raise NotImplementedError
 
     def _forget(self, session: Session) -> None:
@@ -102,9 +103,9 @@ class SessionRegistry:
             self.offers.remove(session)
 
     def claim(self, task: str | None) -> Session:
-        """Claim a session of a group that tries this task, or of a group that has not begun.
+        """Claim a session of a group with this task, or of a group without a claimed session.
 
-        Raises ApiError if there is none now.
+        Raises ApiError if no session is free now.
         """
         claimed = None
         for session in self.offers:
@@ -127,7 +128,7 @@ class SessionRegistry:
     # ---- secrets ------------------------------------------------------------------------------
 
     def session_of(self, request: web.Request) -> Session:
-        """Return the session whose secret the request has, or raise ApiError."""
+        """Return the session of the request's key; raise ApiError if there is none."""
         key = key_of(request)
         bound = BOUND_SESSION.get()
         if key in self._by_key and bound in (None, self._by_key[key]):
@@ -141,7 +142,7 @@ class SessionRegistry:
         )
 
     def require_control(self, request: web.Request) -> None:
-        """Raise ApiError if the request has another key than the control key, or none."""
+        """Raise ApiError unless the request has the control key."""
         key = key_of(request)
         if is_same_secret(key, self.control_key) and BOUND_SESSION.get() is None:
             return
@@ -162,15 +163,15 @@ class SessionRegistry:
     ) -> web.StreamResponse:
         """Sample the policy, and reply in the API's format.
 
-        The same `body`, sent again, gets the same reply. `on_completion` is called with the first
-        choice.
+        A retry with the same `body` gets the same completions. `on_completion` is called with the
+        first of them.
 
         Raises:
-            ApiError: the policy cannot be asked now.
+            ApiError: the gateway is paused, or it has too many calls in progress.
         """
         if self.is_paused or self.num_calls >= self._max_calls_at_once:
-            why = "is paused" if self.is_paused else "has as many calls as it takes"
-            raise ApiError(429, f"the gateway {why}; come back later", retry_after_s=1)
+            reason = "is paused" if self.is_paused else "has as many calls as it takes"
+            raise ApiError(429, f"the gateway {reason}; come back later", retry_after_s=1)
         key = hashlib.sha256(request.path.encode() + b"\0" + body).digest()
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         texts = TextQueue()

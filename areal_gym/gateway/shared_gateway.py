@@ -1,4 +1,4 @@
-"""One gateway per event loop, shared by all episodes that run on the loop."""
+"""The gateway of an event loop, which all episodes on the loop share."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ async def gateway_at(
     host: str, port: int, *, control_key: str | None = None
 ) -> AsyncIterator[None]:
     """Set where the running loop's gateway listens if an episode needs it; close it at the end."""
-    kept = _gateways.get(_LoopGateway)
-    kept.host, kept.port, kept.control_key = host, port, control_key
+    loop_gateway = _gateways.get(_LoopGateway)
+    loop_gateway.host, loop_gateway.port, loop_gateway.control_key = host, port, control_key
     try:
         yield
     finally:
-        await kept.aclose()
+        await loop_gateway.aclose()
 
 
 async def shared_gateway() -> Gateway:
     """Return the gateway of the running loop, started on first use.
 
-    It is closed at the end of `gateway_at`; without that, when the loop shuts down its asynchronous
-    generators, as `asyncio.run` does.
+    It is closed at the end of `gateway_at`. Without `gateway_at`, it is closed when the loop shuts
+    down its asynchronous generators, as `asyncio.run` does.
 
     Raises:
         InfrastructureError: it cannot listen at the address.
     """
     from areal_gym.gateway.gateway_server import Gateway
 
-    kept = _gateways.get(_LoopGateway)
-    async with kept.starting:
-        if kept.gateway is None:
-            gateway = Gateway(host=kept.host, port=kept.port, control_key=kept.control_key)
+    shared = _gateways.get(_LoopGateway)
+    async with shared.starting:
+        if shared.gateway is None:
+            gateway = Gateway(host=shared.host, port=shared.port, control_key=shared.control_key)
             await gateway.start()
-            kept.gateway = gateway
-    return kept.gateway
+            shared.gateway = gateway
+    return shared.gateway

@@ -1,7 +1,8 @@
-"""Turns sampled ids into text that can be sent while more is sampled.
+"""Turn sampled token ids into text that can be sent while sampling continues.
 
-Text that was sent is never taken back: a byte that is half a letter, the beginning of a stop
-string, a text that may yet be a tool call, all are held back until it is clear what they are.
+Text that was sent cannot be withdrawn. An incomplete character, the possible beginning of a stop
+string and the possible beginning of a tool call are therefore sent only once it is clear what they
+are.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from areal_gym.chat.tool_call_formats import DIALECTS, END_THINK, may_begin_thin
 from areal_gym.types import Message, text_of
 
 Delta = tuple[str, str]
-"""("content" or "reasoning_content", a text to append to it)."""
+"""The pair ("content" or "reasoning_content", text to append to it)."""
 
 _CONTEXT = 8
-"""Ids before new ones that decoding may depend on."""
+"""The number of previous ids on which the decoding of new ids may depend."""
 
 
 class TextStream:
-    """The text of one completion, while it is sampled.
+    """The text of one completion while it is sampled.
 
     Args:
-        renderer: decodes.
-        dialect: how tool calls are written in the text; None: the text is raw and is not parsed.
-        stops: sampling ends where one of these is complete; it is not part of the text.
+        renderer: decodes token ids.
+        dialect: the tool-call format of the text; None if the text is not parsed.
+        stops: stop strings; sampling ends with the first of them, which is not part of the text.
     """
 
     def __init__(self, renderer: Renderer, dialect: str | None, stops: Sequence[str] = ()) -> None:
@@ -46,22 +47,22 @@ class TextStream:
         self._sent = {"content": "", "reasoning_content": ""}
 
     def add(self, token_ids: Sequence[int]) -> int | None:
-        """Add new ids; return how many of them are kept if a stop string ends the text."""
+        """Add new ids; if a stop string ends the text, return the number of ids up to its end."""
         if not self._stops:
             self._decode(token_ids)
             return None
         for index, token_id in enumerate(token_ids):
             searched_from = max(0, len(self.text) - max(map(len, self._stops)))
             self._decode([token_id])
-            places = [(self.text.find(stop, searched_from), stop) for stop in self._stops]
-            first = min((place for place in places if place[0] >= 0), default=None)
+            matches = [(self.text.find(stop, searched_from), stop) for stop in self._stops]
+            first = min((match for match in matches if match[0] >= 0), default=None)
             if first is not None:
                 self.text, self.stop = self.text[: first[0]], first[1]
                 return index + 1
         return None
 
     def new_deltas(self) -> list[Delta]:
-        """Return the text that can be sent now and was not yet."""
+        """Return the text that can be sent now and was not sent before."""
         text = self.text
         if self.stop is None:
             text = text[: len(text) - _overlap(text, self._stops)]
@@ -77,7 +78,7 @@ class TextStream:
             return self._new_delta("reasoning_content", thought)
         deltas = self._new_delta("reasoning_content", thought) if thought else []
         if self._markers:
-            if content[:1].isspace():  # dropped, should a call follow
+            if content[:1].isspace():  # white space is dropped if a tool call follows
                 return deltas
             calls = [i for marker in self._markers if (i := content.find(marker)) >= 0]
             end = min(calls) if calls else len(content) - _overlap(content, self._markers)
@@ -85,14 +86,14 @@ class TextStream:
         return deltas + self._new_delta("content", content)
 
     def remaining_deltas(self, message: Message) -> list[Delta]:
-        """Return the text of the whole message that was not sent yet."""
-        return [d for kind, text in deltas_of(message) for d in self._new_delta(kind, text)]
+        """Return the text of the complete message that was not sent yet."""
+        return [d for field, text in deltas_of(message) for d in self._new_delta(field, text)]
 
-    def _new_delta(self, kind: str, whole: str) -> list[Delta]:
-        sent = self._sent[kind]
-        new = whole[len(sent) :] if whole.startswith(sent) else ""
-        self._sent[kind] = sent + new
-        return [(kind, new)] if new else []
+    def _new_delta(self, field: str, text: str) -> list[Delta]:
+        sent = self._sent[field]
+        new = text[len(sent) :] if text.startswith(sent) else ""
+        self._sent[field] = sent + new
+        return [(field, new)] if new else []
 
     def _decode(self, token_ids: Sequence[int]) -> None:
         if token_ids and token_ids[-1] in self._renderer.stop_token_ids:
@@ -108,16 +109,16 @@ class TextStream:
 
 
 def deltas_of(message: Message) -> list[Delta]:
-    """Return a whole message as deltas."""
-    both = [
+    """Return the reasoning and the content of a complete message as deltas."""
+    deltas = [
         ("reasoning_content", message.get("reasoning_content", "")),
         ("content", text_of(message["content"])),
     ]
-    return [delta for delta in both if delta[1]]
+    return [delta for delta in deltas if delta[1]]
 
 
 def _overlap(text: str, words: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` may be the beginning of a word."""
+    """Return the length of the longest end of `text` with which one of the words begins."""
     longest = max(map(len, words), default=0)
     for size in range(min(longest, len(text)), 0, -1):
         end = text[len(text) - size :]
