@@ -1,6 +1,6 @@
 """Settings: small pydantic models, one YAML file per run, `key=value` on the command line.
 
-A run's resolved settings are written to its directory and run again as they are.
+A run's resolved settings are written to its directory, and the same file starts the run again.
 """
 
 from areal_gym.config.defaults import STARTER_DEFAULTS

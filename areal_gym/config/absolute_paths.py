@@ -1,6 +1,6 @@
-"""Relative paths in settings, made absolute before a run records them.
+"""Make relative paths in settings absolute before a run records them.
 
-A run is resumed, evaluated and replayed from other directories than the one in which it started.
+A run may be resumed, evaluated and replayed from a directory other than the one it started in.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _WITH_PATHS = {
     "data": ("file", "heldout_file"),
     "teacher": ("model",),
 }
-"""The settings that may hold paths, by section."""
+"""The settings that may contain paths, by section."""
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return the settings with absolute paths instead of relative ones that exist here.
 
-    A text in the arguments of plugins is a path if it has a slash or a suffix and such a file or
-    directory exists; `FILE.py:NAME` names a file, too.
+    A string is treated as a path if it has a slash or a suffix and such a file or directory exists.
+    In `FILE.py:NAME`, the file's path is made absolute.
     """
     update = {}
     for section, keys in _WITH_PATHS.items():
@@ -46,9 +46,12 @@ def _absolute_task_folder(id: str) -> str:
 
 
 def beside_recipe(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a recipe's settings: paths that do not exist here, but beside it, are made absolute.
+    """Return a recipe's settings with absolute paths where they are relative to the recipe.
 
-    `settings` are what the file holds, before they are checked.
+    Args:
+        settings: the content of the recipe, before validation.
+        folder: the recipe's directory. A path is looked up there if it does not exist relative to
+            the current directory.
     """
     resolved = dict(settings)
     for section, keys in _WITH_PATHS.items():
@@ -59,7 +62,7 @@ def beside_recipe(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _absolute(value: Any, folder: Path | None = None) -> Any:
-    """Return the value with absolute paths; in `folder`, only what does not exist here."""
+    """Return the value with absolute paths; with `folder`, only those that exist only in it."""
     if isinstance(value, dict):
         return {key: v if key == "id" else _absolute(v, folder) for key, v in value.items()}
     if type(value) in (list, tuple):
@@ -72,12 +75,12 @@ def _absolute(value: Any, folder: Path | None = None) -> Any:
     if not file.endswith(".py"):
         file, colon, name = value, "", ""
     path = Path(file)
-    looks_like_one = "\n" not in file and len(file) < 4096 and ("/" in file or path.suffix)
+    is_candidate = "\n" not in file and len(file) < 4096 and ("/" in file or path.suffix)
     try:
         if folder is not None:
-            looks_like_one = looks_like_one and not path.exists()
+            is_candidate = is_candidate and not path.exists()
             path = folder / path
         exists = path.is_file() if colon else path.exists()
-        return f"{path.absolute()}{colon}{name}" if looks_like_one and exists else value
-    except (OSError, ValueError):  # no file's name: too long, a null byte
+        return f"{path.absolute()}{colon}{name}" if is_candidate and exists else value
+    except (OSError, ValueError):  # not a valid file name: too long, or with a null byte
         return value

@@ -1,8 +1,9 @@
-"""Algorithms as presets of estimator, loss and further settings; the sections of those settings.
+"""The presets that define the algorithms, and the sections of the settings that they fill in.
 
-A preset fills in the settings that are not given. Each part can be replaced, and then has its own
-defaults: `trainer.algorithm=dapo trainer.loss=gspo` has DAPO's filter and GSPO's clips.
-`docs/algorithms.md` has formulas and papers.
+A preset consists of an advantage estimator, a loss and further settings, and fills in those that
+are not given. Each part can be replaced and then has its own defaults: `trainer.algorithm=dapo
+trainer.loss=gspo` has DAPO's filter and GSPO's clips. `docs/algorithms.md` has the formulas and
+papers.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class CorrectionConfig(Settings):
 
 
 class KlConfig(Settings):
-    """The KL penalty against the reference policy: the frozen policy that the run began with."""
+    """The KL penalty against the reference policy, which is the run's initial policy, frozen."""
 
     coefficient: float = Field(0.0, ge=0)
     """Coefficient of the penalty; 0 is off, and no reference policy is kept."""
@@ -129,7 +130,7 @@ class Preset:
     filters: tuple[str, ...] = field(default=(), kw_only=True)
     """The value of `rollout.filters`."""
     refuses: tuple[str, ...] = field(default=(), kw_only=True)
-    """Estimators that contradict the algorithm."""
+    """Estimators that contradict the algorithm, and are refused with it."""
 
     def trainer(self) -> dict[str, Any]:
         """Return the settings below `trainer`."""
@@ -273,7 +274,7 @@ _COMPARE_SIBLINGS = frozenset(
 
 
 def compares_siblings(advantage: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the built-in estimator gives a group of one advantage 0."""
+    """Return whether a built-in estimator compares siblings, so a group of one has advantage 0."""
     if advantage == "per_turn":
         advantage = kwargs.get("baseline", "grpo")
     return advantage in _COMPARE_SIBLINGS
@@ -282,7 +283,7 @@ def compares_siblings(advantage: str, kwargs: Mapping[str, Any]) -> bool:
 def check_correction(
     level: str, action: str, upper: float | None, lower: float | None, measure: str, statistic: str
 ) -> None:
-    """Raise ConfigError for empty bounds and contradicting settings."""
+    """Raise ConfigError for bounds that allow nothing and for settings that contradict."""
     if action == "truncate" and measure != "ratio":
         raise ConfigError(
             f"measure = {measure!r} cannot truncate: its bounds are not bounds of the weight; "

@@ -1,8 +1,8 @@
-"""Defaults that depend on other settings: those of objective, algorithm and policy.
+"""Defaults that depend on other settings: on the objective, the algorithm and the policy.
 
-    own defaults of the settings < STARTER_DEFAULTS < objective, algorithm < file < flags, key=value
+    field defaults < STARTER_DEFAULTS < objective, algorithm < file < flags, key=value
 
-`fill_in` is the only place that knows; it works on trees of plain values, before validation.
+`fill_in` applies them to a tree of plain values, before validation.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from areal_gym.config.settings_model import merged
 from areal_gym.errors import choices
 
 RENAMED = {"expert_ranks": "parallel.expert"}
-"""Settings below `trainer` by the names of older versions, and their names of today."""
+"""Former names of settings below `trainer`, with their current names."""
 
 STARTER_DEFAULTS: Mapping[str, Any] = {
     "engine": {"max_context": 256},
     "trainer": {"optimizer": "muon", "lr": 3e-4, "muon_lr": 3e-3, "vision": "full"},
     "steps": 60,
 }
-"""Suits the small policy that `engine.model=starter` builds; `load_config` applies it."""
+"""Defaults for the small policy that `engine.model=starter` builds; `load_config` applies them."""
 
 _STARTER_LORA = {"optimizer": "adamw", "lr": 3e-3}
-"""Replaces those of the trainer when an adapter is trained: Muon is for whole matrices."""
+"""The trainer's defaults if the starter policy has an adapter, for which Muon is not suitable."""
 
 _UNCLIPPED = {"clip_low": None, "clip_high": None}
 _DISTILLATION = PRESETS["grpo"].trainer() | {"advantage": "distill", **_UNCLIPPED}
 
-# A preset's settings that go with its estimator or its loss: another one has its own.
+# The preset's settings that apply only to its own estimator or loss.
 _BELONG_TO = {"advantage": ("advantage_kwargs",), "loss": ("loss_kwargs", "clip_low", "clip_high")}
 _PARTS = ("aggregation", "correction", "kl", "reward", *sum(_BELONG_TO.values(), ()))
 
 
 def on_starter_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings on top of those that suit the starter policy."""
+    """Return a run's settings merged into the defaults for the starter policy."""
     trainer = tree.get("trainer")
     has_adapter = isinstance(trainer, Mapping) and trainer.get("lora") is not None
     defaults = merged(STARTER_DEFAULTS, {"trainer": _STARTER_LORA} if has_adapter else {})
@@ -48,12 +48,12 @@ def on_starter_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings on top of the defaults that they imply.
+    """Return a run's settings merged into the defaults of their objective and algorithm.
 
-    Sections that are no mappings are left to validation.
+    Sections that are not mappings stay as they are; validation reports them.
 
     Raises:
-        ValueError: there is no such objective or algorithm.
+        ValueError: the objective or the algorithm is unknown.
     """
     objective = str(tree.get("objective", "rl"))
     if objective not in OBJECTIVES:
@@ -75,7 +75,7 @@ def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _distillation(teacher: object) -> dict[str, Any]:
-    """Return the defaults of objective distill, whose advantage is that of sampled tokens."""
+    """Return the trainer's defaults for the objective "distill"."""
     if isinstance(teacher, Mapping):
         divergence = teacher.get("divergence", "sampled")
     else:
@@ -85,7 +85,11 @@ def _distillation(teacher: object) -> dict[str, Any]:
 
 
 def fill_in_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings below `trainer` on top of their algorithm's, or raise ValueError."""
+    """Return the settings below `trainer` merged into those of their algorithm's preset.
+
+    Raises:
+        ValueError: the algorithm is unknown.
+    """
     trainer = with_new_names(trainer)
     algorithm = _algorithm_of(trainer) or "grpo"
     if algorithm not in PRESETS:
@@ -99,23 +103,23 @@ def fill_in_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_new_names(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings below `trainer`, those of older versions under their names of today."""
+    """Return the settings below `trainer` with former names replaced by the current ones."""
     rest = dict(trainer)
     for old, new in RENAMED.items():
         if old not in rest:
             continue
         value, (section, key) = rest.pop(old), new.split(".")
-        given = rest.get(section, {})
-        if isinstance(given, BaseModel):
-            given = given.model_dump(exclude_unset=True)
-        rest = merged(rest, {section: {key: value, **given}})
+        settings = rest.get(section, {})
+        if isinstance(settings, BaseModel):
+            settings = settings.model_dump(exclude_unset=True)
+        rest = merged(rest, {section: {key: value, **settings}})
     return rest
 
 
 def without_defaults(trainer: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `trainer` without what its algorithm fills in: the reverse of `fill_in_trainer`.
+    """Return `trainer` without the values that its algorithm fills in; reverts `fill_in_trainer`.
 
-    `resolved` are the settings with the same algorithm, estimator and loss, and nothing else.
+    `resolved` are the complete settings for the same algorithm, estimator and loss.
     """
     preset = PRESETS[resolved["algorithm"]]
     usual = {key: resolved[key] for key in _PARTS}

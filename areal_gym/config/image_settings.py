@@ -1,4 +1,4 @@
-"""Settings of the pictures that a run reads."""
+"""Settings of the images that a run reads."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from areal_gym.config.settings_model import Settings
 
 
 class ImagesConfig(Settings):
-    """The limits of pictures, of data, environments and clients (docs/vision.md)."""
+    """Limits of the images in data and of those that environments and clients send
+    (docs/vision.md)."""
 
     max_pixels: int | None = Field(None, ge=1)
-    """Larger pictures are scaled down to this many pixels when they are read; null leaves them to
-    the policy's processor, which has a `max_pixels` of its own."""
+    """Larger images are scaled down to this many pixels when they are read; null leaves that to the
+    policy's processor, which has its own `max_pixels`."""
     min_pixels: int | None = Field(None, ge=1)
-    """Smaller pictures are scaled up to this many pixels when they are read."""
+    """Smaller images are scaled up to this many pixels when they are read."""
     max_images: int = Field(32, ge=1)
-    """The most pictures of a prompt; an episode that asks for one with more ends as one whose
-    context is full, and a client is refused (vLLM's `limit_mm_per_prompt`)."""
+    """Maximum images of a prompt. An episode whose prompt has more ends as if the context were
+    full, and a client's request is refused (vLLM's `limit_mm_per_prompt`)."""
     max_bytes: int = Field(8 * 2**20, ge=1)
-    """Pictures of more bytes, as they were sent, are refused."""
+    """Maximum bytes of an encoded image; larger ones are refused."""
     max_source_pixels: int = Field(4 * 2**20, ge=1)
-    """Pictures of more pixels, as they were sent, are refused before they are decoded."""
+    """Maximum pixels of an encoded image; larger ones are refused before they are decoded."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

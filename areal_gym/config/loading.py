@@ -1,4 +1,4 @@
-"""Loads settings from files, flags and `key=value`; errors say what to type instead."""
+"""Load settings from files, flags and `key=value`; errors suggest the right spelling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from areal_gym.errors import ConfigError, DataError
 from areal_gym.utils.files import path_hints, read_yaml
 
 _RENAMED = {f"trainer.{old}": f"trainer.{new}" for old, new in RENAMED.items()}
-"""Names of older versions, which overrides may use; for files: `defaults.with_new_names`."""
+"""Former names that overrides may use; `defaults.with_new_names` handles them in files."""
 
 
 def load_config(
@@ -33,21 +33,25 @@ def load_config(
     *,
     flags: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Return settings: defaults < `base` < the YAML `file` < `flags` < `overrides`.
+    """Return validated settings; precedence: defaults < `base` < `file` < `flags` < `overrides`.
 
-    `base` is a tree of settings, `flags` has values by dotted key, and `overrides` are texts like
-    "trainer.lr=1e-5".
+    Args:
+        file: a YAML file.
+        overrides: texts such as "trainer.lr=1e-5".
+        base: a tree of settings.
+        flags: values by dotted key.
 
     Raises:
-        ConfigError: unreadable file, unknown key (with a suggestion), wrong value, or a conflict.
+        ConfigError: the file cannot be read, a key is unknown, a value is wrong, or settings
+            contradict each other.
     """
     recipe = {} if file is None else beside_recipe(_read_yaml(file), file.parent)
     tree = merged(base or {}, recipe)
-    given = [*(flags or {}).items(), *map(parse_override, overrides)]
-    given = [(_RENAMED.get(key, key), value) for key, value in given]
-    if given:
+    settings = [*(flags or {}).items(), *map(parse_override, overrides)]
+    settings = [(_RENAMED.get(key, key), value) for key, value in settings]
+    if settings:
         tree = _without_defaults(tree)
-    for key, value in given:
+    for key, value in settings:
         _set(tree, key, value)
     engine, env = tree.get("engine"), tree.get("env")
     if not isinstance(engine, dict) or engine.get("model", "starter") == "starter":
@@ -96,10 +100,10 @@ def field_names() -> list[str]:
 
 
 def _without_defaults(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree without what its algorithm would fill in anyway.
+    """Return the tree without the values that its algorithm fills in.
 
-    A run's recorded settings are complete. An override that names another algorithm (estimator,
-    loss) then brings that one's settings, and what was chosen by hand stays.
+    A run's recorded settings are complete. Without these values, an override of the algorithm,
+    the estimator or the loss gets the new one's defaults, and the values set by the user stay.
     """
     trainer, rollout = tree.get("trainer"), tree.get("rollout")
     if not isinstance(trainer, dict):

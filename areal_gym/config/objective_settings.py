@@ -126,7 +126,7 @@ def check_objective(
                 "distributions, which only teacher.model=DIR has, alone and without a hint; use "
                 "teacher.divergence=sampled"
             )
-        if any((one.model is None) == (not one.url) for one in teacher.further):
+        if any((further.model is None) == (not further.url) for further in teacher.further):
             raise ValueError("each of teacher.further needs a model or a url")
         if temperature != 1:
             raise ValueError(

@@ -1,9 +1,9 @@
-"""Settings of the gateway, and of online runs: episodes played by programs outside."""
+"""Settings of the gateway and of online runs, whose episodes external programs play."""
 
 from __future__ import annotations
 
 ONLINE = "online"
-"""The id of the environment and the agent of online runs, which outside programs play."""
+"""The id of the environment and of the agent in online runs."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -17,7 +17,7 @@ def split_address(address: str) -> tuple[str, int]:
 def check_online(env: str, agent: str, model: str, *, is_elsewhere: bool) -> None:
     """Raise ValueError for settings that an online run cannot have.
 
-    `is_elsewhere` says whether episodes are played in other processes, or in lockstep.
+    `is_elsewhere` says whether episodes are played in other processes or deterministically.
     """
     if (env == ONLINE) != (agent == ONLINE):
         raise ValueError(

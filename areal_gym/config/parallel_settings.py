@@ -1,4 +1,4 @@
-"""Settings by which the ranks of a trainer share one model, and the layout that they make."""
+"""Settings that divide a model among the trainer's ranks, and the layout that results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from areal_gym.config.settings_model import Settings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The sizes by which ranks are arranged: replicate x shard x context x tensor of them.
+    """The sizes of the device mesh: num_ranks is replicate x shard x context x tensor.
 
-    The last one varies fastest from rank to rank, so that ranks that exchange most are neighbours.
+    The last dimension varies fastest from rank to rank, so the ranks that exchange most data are
+    neighbours.
     """
 
     replicate: int = 1
@@ -22,7 +23,7 @@ class Layout:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    """Ranks of one replica among which experts are divided; not a factor of `num_ranks`."""
+    """The ranks among which a replica's experts are divided; not a factor of `num_ranks`."""
 
     @property
     def num_ranks(self) -> int:
@@ -31,12 +32,12 @@ class Layout:
 
     @property
     def num_data_ranks(self) -> int:
-        """The number of parts into which a batch's rows are divided."""
+        """The number of parts into which a batch's rows are divided: replicate x shard."""
         return self.replicate * self.shard
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks that divide a replica's weights by FSDP2: context ranks do as well as shards."""
+        """The number of ranks among which FSDP2 divides a replica's weights: shard x context."""
         return self.shard * self.context
 
 
@@ -45,8 +46,8 @@ class ParallelConfig(Settings):
     shard x context x tensor (docs/parallelism.md)."""
 
     replicate: int = Field(1, ge=1)
-    """Copies of the sharded model, whose gradients are summed once per update (HSDP): one for each
-    machine keeps the other traffic inside of machines."""
+    """Copies of the sharded model, whose gradients are summed once per update (HSDP); one copy per
+    machine keeps the other traffic inside machines."""
     shard: int | Literal["auto"] = "auto"
     """Ranks that divide weights, gradients and optimizer states, and the batch (FSDP2); "auto" is
     what the other factors leave of num_ranks."""
@@ -61,15 +62,17 @@ class ParallelConfig(Settings):
     """Ranks that divide the tokens of the same rows, for long contexts (Ulysses)."""
 
     reduce: Literal["auto", "microbatch", "update"] = "auto"
-    """When shards sum their gradients: in every micro-batch, with shards only, or once per update,
-    until when each rank keeps whole ones (4 bytes a parameter, divided by tensor); "auto" does it
-    once where they take at most 4 GB. Layers of replicas do it once per update either way."""
+    """When shards sum their gradients: "microbatch" does so in every micro-batch; "update" once per
+    update, until which each rank keeps unsharded gradients (4 bytes a parameter, divided by
+    tensor); "auto" chooses "update" if these take at most 4 GB. Replicas always sum once per
+    update."""
 
     def layout(self, num_ranks: int) -> Layout:
-        """Return how so many ranks are arranged.
+        """Return the arrangement of `num_ranks` ranks.
 
         Raises:
-            ValueError: the sizes do not make up the ranks, or experts cannot be divided so.
+            ValueError: the product of the sizes is not `num_ranks`, or the experts cannot be
+                divided in this way.
         """
         others = self.replicate * self.context * self.tensor
         product = "replicate x context x tensor"
@@ -106,16 +109,16 @@ class ParallelConfig(Settings):
 def _require_expert_groups(layout: Layout) -> None:
     if layout.expert == 1:
         return
-    of_replica = layout.fsdp_size * layout.tensor
+    replica_size = layout.fsdp_size * layout.tensor
     fitting = [
         size
-        for size in range(layout.tensor, of_replica + 1, layout.tensor)
-        if of_replica % size == 0
+        for size in range(layout.tensor, replica_size + 1, layout.tensor)
+        if replica_size % size == 0
     ]
     if layout.expert not in fitting:
         raise ValueError(
             f"trainer.parallel.expert = {layout.expert} must divide shard x context x tensor = "
-            f"{layout.shard} x {layout.context} x {layout.tensor} = {of_replica}, the ranks of one "
-            f"replica, and be a multiple of tensor = {layout.tensor}; use 1"
+            f"{layout.shard} x {layout.context} x {layout.tensor} = {replica_size}, the ranks of "
+            f"one replica, and be a multiple of tensor = {layout.tensor}; use 1"
             f"{', or one of ' + ', '.join(map(str, fitting)) if fitting != [1] else ''}"
         )

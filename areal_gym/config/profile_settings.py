@@ -13,6 +13,6 @@ class ProfileConfig(Settings):
     """Profiles of training steps: where their time and memory go (docs/trainer.md)."""
 
     steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps that each rank profiles; a profiled step is slower, the others cost nothing more."""
+    """Steps that each rank profiles; a profiled step is slower, the others are not."""
     directory: str | None = None
     """Where the profiles are written; null is `profiles` in the run directory."""

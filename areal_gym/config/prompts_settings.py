@@ -1,4 +1,4 @@
-"""The environment `prompts`, of the user's own rows and rewards, and the defaults it implies."""
+"""Defaults and checks for the environment `prompts`, which plays users' own rows and rewards."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ PROMPTS_DEFAULTS: Mapping[str, Any] = {
     "engine": {"max_context": 2048},
     "rollout": {"max_new_tokens": 512},
 }
-"""Room for prompts and answers of people; `load_config` applies it unless a small policy is made
-from scratch."""
+"""Defaults for the lengths of users' prompts and answers; `load_config` applies them unless the
+policy is a small one made from scratch."""
 _LR = {"trainer": {"lr": 1e-6}}
 """The learning rate for all weights of a pretrained model; an adapter has its own default."""
 
 
 def on_prompts_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings on top of those that suit pretrained models and own prompts."""
+    """Return a run's settings merged into the defaults for pretrained models and own prompts."""
     trainer = tree.get("trainer")
     has_adapter = isinstance(trainer, Mapping) and trainer.get("lora") is not None
     return merged(PROMPTS_DEFAULTS, {} if has_adapter else _LR, tree)
 
 
 def require_model(env: str, model: str, *, is_named: bool) -> None:
-    """Raise UsageError if own prompts would train a small policy that was not asked for."""
+    """Raise UsageError if the user's prompts would train the starter policy by default."""
     if env == PROMPTS and model == "starter" and not is_named:
         raise UsageError(
             "which model answers your prompts?",

@@ -165,28 +165,28 @@ class RunConfig(Settings):
             )
 
     def trainer_of_run(self, profiles: Path | None = None) -> TrainerConfig:
-        """Return the trainer's settings with what a run knows: its last step and its directory.
+        """Return the trainer's settings with the run's last step and its directory of profiles.
 
         `profiles` is the run's directory of profiles; without one, nothing is profiled.
         """
         schedule, profile = self.trainer.lr_schedule, self.trainer.profile
         end = {"steps": schedule.steps or max(1, self.steps)}
-        place = {"directory": profile.directory or str(profiles)} if profiles else {"steps": ()}
-        known = {
+        output = {"directory": profile.directory or str(profiles)} if profiles else {"steps": ()}
+        update = {
             "lr_schedule": schedule.model_copy(update=end),
-            "profile": profile.model_copy(update=place),
+            "profile": profile.model_copy(update=output),
         }
-        return self.trainer.model_copy(update=known)
+        return self.trainer.model_copy(update=update)
 
     def changed(self) -> dict[str, Any]:
         """Return, by dotted key, the settings that differ from the defaults of the objective and
         the algorithm, and a few that identify a run."""
-        given = {"objective": self.objective, "trainer": {"algorithm": self.trainer.algorithm}}
-        usual = dict(flat(RunConfig.model_validate(given).model_dump(mode="json")))
+        chosen = {"objective": self.objective, "trainer": {"algorithm": self.trainer.algorithm}}
+        defaults = dict(flat(RunConfig.model_validate(chosen).model_dump(mode="json")))
         return {
             name: value
             for name, value in flat(self.model_dump(mode="json"))
-            if name in _NAMED or usual.get(name) != value
+            if name in _NAMED or defaults.get(name) != value
         }
 
     def __repr__(self) -> str:
@@ -202,7 +202,7 @@ class RunConfig(Settings):
 
     @property
     def label(self) -> str:
-        """The first part of the names of its runs, before the date."""
+        """The first part of the run directory's default name, before the date."""
         env = self.env.label
         return env if self.objective == "rl" else f"{self.objective}-{env}"
 

@@ -28,12 +28,12 @@ class EnvConfig(Settings):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment's class (see `areal-gym show ENV`)."""
     fixed_roles: dict[str, str] = Field(default_factory=dict)
-    """Roles that a policy plays which is not trained: "gold" and "noop" are the environment's own,
-    a URL is a chat server, anything else the directory of a checkpoint (docs/roles.md)."""
+    """The roles that are not trained, and who plays them: "gold" or "noop" of the environment, the
+    URL of a chat server, or the directory of a checkpoint (docs/roles.md)."""
 
     @property
     def label(self) -> str:
-        """The id in names of directories: of a file's class, the class."""
+        """The id in names of directories; for FILE.py:CLASS, it is the class."""
         file, _, name = self.id.rpartition(":")
         return name if file.endswith(".py") else self.id
 
@@ -61,7 +61,7 @@ class PluginConfig(Settings):
 
 
 class WeightSyncConfig(PluginConfig):
-    """The way of new weights to the engine."""
+    """How new weights get to the engine."""
 
     id: str = "auto"
     """The weight sync's id (`areal-gym list weight-syncs`); "auto" is "in-process" for an engine in
@@ -92,8 +92,8 @@ class EngineConfig(Settings):
     max_logprob_gap: float = Field(0.05, gt=0)
     """At the start, engine and trainer score the same sampled tokens. If their log-probabilities
     differ by more than this on average, they are not the same model, and the run is refused.
-    Servers are compared again after each publication: 4 times as much is allowed them, and a
-    fiftieth where all is float32."""
+    Servers are compared again after each publication, with 4 times this limit, or a fiftieth of it
+    if everything is float32."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of the engine."""
     device: str = "auto"
@@ -108,9 +108,9 @@ class ModelConfig(Settings):
 
     backend: Literal["auto", "tiny", "transformers"] = "auto"
     """"tiny" is the decoder for CPUs, "transformers" runs any architecture and is sharded over
-    ranks; "auto" takes the first for models of up to 256 MB that it knows."""
+    ranks; "auto" takes "tiny" for models of up to 256 MB whose architecture it supports."""
     trust_remote_code: bool = False
-    """Run code that a checkpoint brings along for an architecture that transformers lacks."""
+    """Run code from the checkpoint for an architecture that transformers does not have."""
 
 
 class RolloutConfig(Settings):
@@ -138,12 +138,13 @@ class RolloutConfig(Settings):
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template, such as enable_thinking."""
     filters: tuple[PluginConfig, ...] = ()
-    """Group filters: finished groups that they reject are replaced (`areal-gym list filters`)."""
+    """Group filters; a finished group that one of them rejects is replaced
+    (`areal-gym list filters`)."""
     curriculum: PluginConfig | None = None
     """The curriculum that chooses the next task (`areal-gym list curricula`); null lets the
     environment draw tasks."""
     min_group_size: int = Field(2, ge=1)
-    """Groups that failed episodes leave smaller than this are dropped and counted."""
+    """Groups with fewer trajectories than this, after failures, are dropped and counted."""
     episode_timeout_s: float = Field(120.0, gt=0)
     """An episode that takes longer counts as an infrastructure failure, not as a low reward."""
     max_retries: int = Field(1, ge=0)
@@ -159,12 +160,12 @@ class LoraConfig(Settings):
     """A low-rank adapter (LoRA) that is trained instead of the weights."""
 
     rank: int = Field(16, ge=1)
-    """The width of its matrices: one of [rank, in] and one of [out, rank] beside each weight."""
+    """The rank of the adapter: two matrices, [rank, in] and [out, rank], for each weight."""
     alpha: float = Field(32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
     targets: Literal["all"] | tuple[str, ...] = "all"
     """Names of the matrices in each layer that get an adapter, such as [q_proj, v_proj]; "all" are
-    its linear layers and its experts' matrices, without what chooses experts."""
+    its linear layers and its experts' matrices, without the router."""
 
 
 class TrainerConfig(Settings):
@@ -224,10 +225,10 @@ class TrainerConfig(Settings):
     sqrt(1 + staleness_damping * mean staleness * (minibatches - 1)); 0 is off
     (docs/asynchrony.md)."""
     vision: Literal["frozen", "projector", "full"] = "frozen"
-    """What is trained of the parts that see of a vision-language model: nothing, what maps features
-    to tokens, or all."""
+    """The trained part of a vision-language model's vision tower: nothing, the projector that maps
+    features to tokens, or everything."""
     patches_per_microbatch: int = Field(65536, ge=1)
-    """Maximum patches of distinct pictures of one forward and backward pass."""
+    """Maximum patches of distinct images in one forward and backward pass."""
     tokens_per_microbatch: int = Field(4096, ge=64)
     """Maximum tokens of one forward and backward pass: trades memory for speed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -240,11 +241,11 @@ class TrainerConfig(Settings):
     connect_timeout_s: float = Field(300.0, gt=0)
     """How long the ranks may take to find each other and connect, from the start of each."""
     max_restarts: int = Field(3, ge=0)
-    """How often a run goes on from its newest checkpoint when a process of the trainer has died,
-    without a new checkpoint in between; 0 ends the run at once."""
+    """How often in a row, without a new checkpoint in between, a run continues from its newest
+    checkpoint after a process of the trainer has died; 0 ends the run at once."""
     routing_replay: bool = False
-    """Train a mixture with the experts by which the engine has sampled each token, instead of those
-    that the trainer's router would choose (rollout routing replay, R3; docs/models.md)."""
+    """Train a mixture of experts with the experts that the engine has used for each token, instead
+    of those that the trainer's router chooses (rollout routing replay, R3; docs/models.md)."""
     recompute_layers: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     compile: bool = False
@@ -253,8 +254,8 @@ class TrainerConfig(Settings):
     cpu_offload: bool = False
     """With several ranks on GPUs: keep weights and optimizer states in host memory."""
     colocate: bool = False
-    """Servers and trainer use the same GPUs in turns: servers give their memory back while the
-    trainer works; its weights and optimizer states lie in host memory while they sample."""
+    """Servers and trainer use the same GPUs in turns: servers release their memory while the
+    trainer works; its weights and optimizer states are in host memory while they sample."""
     runs_in: Literal["auto", "thread", "process"] = "auto"
     """"process" trains in a child process, apart from the rollouts; "auto" does so when the two
     overlap (rollout.max_staleness above 0) and the trainer is on a CPU."""
@@ -356,7 +357,7 @@ class EvalConfig(Settings):
     """Evaluations of the policy on held-out tasks."""
 
     num_tasks: int = Field(512, ge=0)
-    """Number of held-out tasks; all of them where there are fewer. 0 is no evaluation."""
+    """Number of held-out tasks; all of them if there are fewer. 0 is no evaluation."""
     num_samples: int = Field(1, ge=1)
     """Sampled episodes per task."""
     every: int = Field(0, ge=0)
@@ -371,7 +372,7 @@ class ClusterConfig(Settings):
     """Several processes and machines, with Ray; `trainer.num_ranks` is the number of ranks."""
 
     address: str | None = None
-    """null is no Ray; "local" starts Ray on this machine; "auto" or "host:port" joins a running
+    """null uses no Ray; "local" starts Ray on this machine; "auto" or "host:port" joins a running
     cluster."""
     rollout_workers: int = Field(0, ge=0)
     """Processes that play episodes; 0 plays them in the main process."""

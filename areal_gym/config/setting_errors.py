@@ -1,4 +1,4 @@
-"""Errors of settings, said as a person would: what was given, what is wanted, what to type."""
+"""Turn validation errors into plain messages: the value given, the values allowed, a suggestion."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ _ELSEWHERE = {
     "train_batch_size": "rollout.batch_groups",
     "warmup_ratio": "trainer.warmup_steps",
 }
-"""Words that AReaL, verl, TRL, prime-rl and slime use, and the settings here that come nearest."""
+"""Names of settings in AReaL, verl, TRL, prime-rl and slime, and the closest settings here."""
 
-_WANTED = {
+_EXPECTED = {
     "tuple_type": "a list, such as [A, B]",
     "list_type": "a list, such as [A, B]",
     "dict_type": "names and values, such as {NAME: VALUE}",
@@ -86,11 +86,11 @@ _WANTED = {
     "none_required": "null",
     "path_type": "a path",
 }
-"""What a setting takes, by pydantic's name of the error."""
+"""The values that a setting accepts, by pydantic's type of the error."""
 
 
 def settings_error(error: ValidationError, source: str, known: Sequence[str]) -> ConfigError:
-    """Return the error to raise for settings of `source`; `known` are the keys that exist."""
+    """Return the error to raise for settings from `source`; `known` are all valid keys."""
     lines: list[str] = []
     hints: list[str | None] = []
     for problem in error.errors():
@@ -99,37 +99,40 @@ def settings_error(error: ValidationError, source: str, known: Sequence[str]) ->
             lines.append(f"unknown key {key!r} in {source}")
             hints.append(_nearest(key, known))
         else:
-            is_own = not key or problem["type"] == "value_error"  # names the setting itself
-            is_missing = problem["type"] == "missing"  # the input is that of the section
-            given = key if is_missing else f"{key} = {problem['input']!r}"
-            asked = "" if is_own else f"{given}: "
-            lines.append(asked + plain_reason(problem))
+            is_named = not key or problem["type"] == "value_error"  # our messages name the setting
+            is_missing = problem["type"] == "missing"  # the input is the section, not the value
+            setting = key if is_missing else f"{key} = {problem['input']!r}"
+            prefix = "" if is_named else f"{setting}: "
+            lines.append(prefix + plain_reason(problem))
     hints.append("all settings: areal-gym train --dry-run")
     return ConfigError("; ".join(lines), hints=hints)
 
 
 def plain_reason(problem: Mapping[str, Any]) -> str:
-    """Return what a setting takes instead; `problem` is an entry of `ValidationError.errors()`."""
-    kind, limits = problem["type"], problem.get("ctx", {})
-    if kind in _WANTED:
-        return f"it takes {_WANTED[kind]}"
-    if kind == "literal_error":
+    """Return which values a setting accepts.
+
+    `problem` is an entry of pydantic's `ValidationError.errors()`.
+    """
+    error_type, limits = problem["type"], problem.get("ctx", {})
+    if error_type in _EXPECTED:
+        return f"it takes {_EXPECTED[error_type]}"
+    if error_type == "literal_error":
         return f"it is one of {limits['expected']}"
-    if kind in ("too_short", "too_long"):
-        most = "at least" if kind == "too_short" else "at most"
+    if error_type in ("too_short", "too_long"):
+        relation = "at least" if error_type == "too_short" else "at most"
         number = limits.get("min_length", limits.get("max_length"))
-        return f"it takes {most} {number} values, not {limits['actual_length']}"
-    if kind == "missing":
+        return f"it takes {relation} {number} values, not {limits['actual_length']}"
+    if error_type == "missing":
         return "it is missing"
     bounds = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt"}
-    if (name := bounds.get(kind, "le")) in limits:
+    if (name := bounds.get(error_type, "le")) in limits:
         words = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
         return f"it must be {words[name]} {limits[name]}"
     return str(problem["msg"]).removeprefix("Value error, ")
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:
-    """Suggest settings of any section whose last word is close to the key's."""
+    """Suggest settings, in any section, whose last part resembles the key's."""
     section, _, word = key.rpartition(".")
     if word in _ELSEWHERE:
         return f"did you mean {_ELSEWHERE[word]!r}?"

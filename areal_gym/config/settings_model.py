@@ -1,4 +1,4 @@
-"""The base of all settings, and the trees of plain values that they are made from."""
+"""The base class of all sections of settings, and functions for trees of plain values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 
 class Settings(BaseModel):
-    """A section of settings: frozen, unknown keys are errors, attribute docstrings describe."""
+    """A frozen section of settings. Unknown keys are errors; docstrings are the descriptions."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -22,13 +22,13 @@ def _as_tuple(value: Any) -> Any:
 
 
 Urls = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-"""URLs; one alone may be a text."""
+"""A tuple of URLs; a single URL may be given as a string."""
 
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a setting that is a section of its own; None for a plain value."""
-    kind = info.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    """Return the model of a setting that is a section; None for a plain value."""
+    model = info.annotation
+    return model if isinstance(model, type) and issubclass(model, BaseModel) else None
 
 
 def bounds(info: FieldInfo) -> Iterator[tuple[str, Any]]:
@@ -50,13 +50,13 @@ def setting_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[s
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trees as one, key by key; later ones override earlier ones."""
+    """Return the trees merged key by key; later trees override earlier ones."""
     tree: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
             if isinstance(value, Mapping):
-                below = tree.get(key)
-                tree[key] = merged(below if isinstance(below, Mapping) else {}, value)
+                earlier = tree.get(key)
+                tree[key] = merged(earlier if isinstance(earlier, Mapping) else {}, value)
             else:
                 tree[key] = value
     return tree

@@ -1,4 +1,4 @@
-"""Decides which settings of a run directory need the user's consent.
+"""Decide which settings of a run directory need the user's consent.
 
 A run directory is data, perhaps from another person; `train --resume`, `eval --run`, `serve --run`
 and `replay` take their settings from it. Most settings are numbers and names. Some start programs,
@@ -39,12 +39,12 @@ _PROTECTIVE = re.compile(r"sandbox|min_level|image|runtime|backend")
 
 
 def powerful_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings, by dotted key, that start programs or reach outside of the run."""
+    """Return the settings, by dotted key, that can start programs or reach outside the run."""
     return dict(_powerful(config))
 
 
 def remember_settings(config: RunConfig) -> None:
-    """Note in the cache, if it is writable, that this user runs with these settings."""
+    """Record in the cache, if it is writable, that this user has run with these settings."""
     if powerful := powerful_settings(config):
         file = _note_of(powerful)
         with contextlib.suppress(OSError):
@@ -69,11 +69,11 @@ def require_chosen(config: RunConfig, source: Path, given: Sequence[str]) -> Non
         if not any(key == name or key.startswith(f"{name}.") for name in given)
     }
     if unknown:
-        words = ", ".join(f"{key} = {short(value, 60)!r}" for key, value in unknown.items())
+        shown = ", ".join(f"{key} = {short(value, 60)!r}" for key, value in unknown.items())
         key, value = next(iter(unknown.items()))
         raise UsageError(
             f"{source} has settings that can start programs, read files or reach other machines, "
-            f"and you have not run with them before: {words}",
+            f"and you have not run with them before: {shown}",
             hints=[
                 "if you trust its author: repeat the command with --trust",
                 f"or set them yourself: {key}={json.dumps(value, ensure_ascii=False)}",
