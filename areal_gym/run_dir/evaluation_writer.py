@@ -1,8 +1,8 @@
-"""Writes the directory of an evaluation, sample by sample, and goes on with one after a crash.
+"""Write the directory of an evaluation, sample by sample, and continue one after a crash.
 
-`evaluations` says which files there are. A trajectory is written before the line of its sample.
-After a crash, a line without its trajectory is dropped, and trajectories after the last sample's
-are cut off.
+`evaluations` describes the files. A trajectory is written before the line of its sample. When an
+evaluation is continued after a crash, a line without its trajectory is dropped, and trajectories
+after that of the last sample are cut off.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class EvaluationWriter:
 
     Args:
         path: the directory.
-        facts: what `EvaluationInfo` has, but the outcome: `env`, `policy`, `sampling`, ...
+        facts: the fields of `EvaluationInfo` without the outcome: `env`, `policy`, `sampling`, ...
         settings: the resolved settings, as YAML; `--resume` reads them.
-        mode: "new" needs an empty or missing directory, "clean" replaces an evaluation in it,
-            "resume" keeps the samples that are done and drops those that had failed.
+        mode: "new" needs an empty or missing directory, "clean" replaces an evaluation in it, and
+            "resume" keeps finished samples and repeats failed ones.
 
     Raises:
-        RunExistsError: the directory is taken.
-        UsageError: there is nothing to go on with, or it was measured in another way.
-        InfrastructureError: another process is writing there.
+        RunExistsError: the directory has an evaluation or a run already.
+        UsageError: there is nothing to continue, or it was measured with other settings.
+        InfrastructureError: another process is writing to the directory.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EvaluationWriter:
     ) -> None:
         self.path = path
         self.kept: dict[tuple[int, int], Trajectory] = {}
-        """The samples that an interrupted evaluation had done, by index and attempt."""
+        """The finished samples of an interrupted evaluation, by task index and attempt."""
         self.repairs: list[str] = []
         is_greedy = facts["sampling"]["temperature"] == 0
         stem = "eval-greedy" if is_greedy else "eval"
@@ -74,7 +74,7 @@ class EvaluationWriter:
         self._places: dict[str, tuple[int, int]] = {}
         if mode == "resume" and not self._file.is_file():
             raise UsageError(
-                f"{path} holds no evaluation to go on with",
+                f"{path} has no evaluation to continue",
                 hints=[*path_hints(path), "start one: leave --resume out"],
             )
         with readable_disk_errors(path):
@@ -82,7 +82,7 @@ class EvaluationWriter:
         self._lock = DirectoryLock(path)
         try:
             if mode == "resume":
-                self._go_on()
+                self._continue()
             else:
                 self._begin(settings, is_clean=mode == "clean")
         except BaseException:
@@ -98,7 +98,7 @@ class EvaluationWriter:
     ) -> None:
         is_refused = isinstance(error, UsageError | NothingToDoError)
         if is_refused and self._mode != "resume" and not self._samples.exists():
-            self._remove()  # a request that cannot be served leaves nothing behind
+            self._remove()  # a refused request leaves no files
             with contextlib.suppress(OSError):
                 self._trajectories.parent.rmdir()
                 self.path.rmdir()
@@ -109,12 +109,12 @@ class EvaluationWriter:
         self._lock.release()
 
     def begin(self, num_total: int) -> None:
-        """Write `status.json`: so many samples are going to be measured."""
+        """Write `status.json`; `num_total` samples will be measured."""
         self._num_done = len(self.kept)
         self._status.start(step=self._num_done, steps=num_total)
 
     def add_trajectory(self, trajectory: Trajectory) -> None:
-        """Append an episode that has ended, also one that failed and is going to be repeated.
+        """Append a finished episode, also one that failed and will be repeated.
 
         Raises:
             TrainError: the disk is full.
@@ -128,7 +128,7 @@ class EvaluationWriter:
         self._places[trajectory.id] = (offset, len(line))
 
     def add_sample(self, index: int, attempt: int, trajectory: Trajectory) -> None:
-        """Append the line of a sample that is done; `add_trajectory` was called before.
+        """Append the line of a finished sample; call `add_trajectory` before.
 
         Raises:
             TrainError: the disk is full.
@@ -145,7 +145,7 @@ class EvaluationWriter:
             self._status.took_step(self._num_done)
 
     def finish(self, scores: Mapping[str, Any]) -> None:
-        """Save the scores; after this the evaluation counts as finished."""
+        """Save the scores, which marks the evaluation as finished."""
         self._facts["scores"] = dict(scores)
         self._status.took_step(self._num_done)
         self._save()
@@ -180,17 +180,17 @@ class EvaluationWriter:
         for file in (*files, *(folder / f"{stem}.jsonl" for stem in ("eval", "eval-greedy"))):
             remove(file)
 
-    def _go_on(self) -> None:
-        """Keep what is whole, and cut off what a crash has torn."""
-        before = read_json(self._file)
+    def _continue(self) -> None:
+        """Keep the complete samples, and cut off what a crash left incomplete."""
+        previous = read_json(self._file)
         for name in ("started_at", "duration_s", "software"):
-            self._facts[name] = before.get(name)
-        ours, theirs = (
+            self._facts[name] = previous.get(name)
+        now, before = (
             json.loads(to_json({k: v for k, v in facts.items() if k in _IDENTITY}))
-            for facts in (self._facts, before)
+            for facts in (self._facts, previous)
         )
-        if differing := [name for name in ours if ours[name] != theirs.get(name)]:
-            shown = "; ".join(f"{k}: {theirs.get(k)!r}, not {ours[k]!r}" for k in differing)
+        if differing := [name for name in now if now[name] != before.get(name)]:
+            shown = "; ".join(f"{k}: {before.get(k)!r}, not {now[k]!r}" for k in differing)
             raise UsageError(
                 f"{self.path} was measured in another way: {shown}",
                 hints=[
@@ -221,15 +221,15 @@ class EvaluationWriter:
         size = self._trajectories.stat().st_size if self._trajectories.exists() else 0
         for sample in evaluation.samples():
             if sample["offset"] + sample["bytes"] > size:
-                yield {**sample, "offset": 0, "bytes": 0}, None  # the machine lost its last bytes
+                yield {**sample, "offset": 0, "bytes": 0}, None  # a crash lost the trajectory
             else:
                 yield sample, evaluation.read_trajectory(sample)
 
     def _save(self) -> None:
         facts = dict(self._facts)
         if self._facts["started_at"] is not None and hasattr(self, "_start_s"):
-            spent = float(facts["duration_s"] or 0) + time.perf_counter() - self._start_s
-            facts["duration_s"] = round(spent, 3)
+            duration_s = float(facts["duration_s"] or 0) + time.perf_counter() - self._start_s
+            facts["duration_s"] = round(duration_s, 3)
         write_atomic(self._file, to_json(facts, indent=2))
 
 
@@ -242,7 +242,7 @@ _IDENTITY = (
 def sample_row(
     index: int, attempt: int, trajectory: Trajectory, *, success_reward: float
 ) -> dict[str, Any]:
-    """Return the line of a sample, but `offset` and `bytes`."""
+    """Return the line of a sample as a row, without the keys `offset` and `bytes`."""
     is_success = trajectory.reward >= success_reward - 1e-9
     seconds = sum(turn.engine_s + turn.env_s for turn in trajectory.turns)
     return {

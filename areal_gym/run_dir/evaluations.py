@@ -1,20 +1,20 @@
-"""Evaluations on disk: which there are, how each was measured, its scores and its samples.
+"""Read evaluations from disk: their list, how each was measured, its scores and its samples.
 
 `areal-gym eval` writes one directory for each environment (`EvaluationWriter`):
 
-    evaluation.json           how it was measured (`EvaluationInfo`); its scores, once it has ended
-    samples.jsonl             one line for each sample that is done, with the keys `SAMPLE_KEYS`
+    evaluation.json           how it was measured (`EvaluationInfo`), and its scores at the end
+    samples.jsonl             one line per finished sample, with the keys `SAMPLE_KEYS`
     trajectories/eval.jsonl   the episodes; eval-greedy.jsonl with --greedy
-    status.json               as of a run: step and steps count samples
-    settings.yaml             the resolved settings, with which --resume goes on
+    status.json               the same as a run's; step and steps count samples
+    settings.yaml             the resolved settings, which --resume reads
 
-It is `runs/eval-ENV-DATE-TIME`, or `RUN/evaluations/eval-ENV-DATE-TIME` of a run's checkpoint, or a
-folder of --out. Samples and trajectories grow while it is measured. A sample that had failed and
-was played again by --resume has two lines: the later one counts.
+The directory is `runs/eval-ENV-DATE-TIME`, `RUN/evaluations/eval-ENV-DATE-TIME` for a run's
+checkpoint, or a folder in --out. Samples and trajectories are appended during the evaluation. A
+failed sample that --resume repeats has two lines, of which the later one counts.
 
-A run's own evaluations on its schedule are read the same way: `RUN/evaluations.jsonl` has their
-scores, `RUN/trajectories/eval-STEP.jsonl` their samples. Directories of earlier versions have
-`trajectories/eval.jsonl` only.
+The evaluations that a run makes on its schedule are read in the same way: `RUN/evaluations.jsonl`
+has their scores, `RUN/trajectories/eval-STEP.jsonl` their samples. Directories of earlier versions
+only have `trajectories/eval.jsonl`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SAMPLE_KEYS = (
     *("index", "attempt", "task", "env", "reward", "success", "parts", "metrics", "stop"),
     *("turns", "tokens", "seconds", "error", "preview", "trajectory", "offset", "bytes"),
 )
-"""The keys of a sample: `index` is the task's place in its split and `attempt` counts from 0;
-`task` is its id, the same in every run; `success` is None for an episode that failed, which is in
-no score; `stop` is a StopReason; `tokens` were sampled by the policy; `seconds` were spent in
-engine and environment; `preview` is how the last answer ends; `trajectory` is an id, and `offset`
-and `bytes` are its line in the file of trajectories."""
+"""The keys of a sample. `index` is the task's index in its split, and `attempt` counts from 0;
+`task` is the task's id, the same in every run; `success` is None for a failed episode, which no
+score includes; `stop` is a StopReason; `tokens` is the number of tokens that the policy sampled;
+`seconds` is the time in engine and environment; `preview` is the end of the last answer;
+`trajectory` is an id, and `offset` and `bytes` locate its line in the file of trajectories."""
 
 EVALUATION_FILE = "evaluation.json"
 _TRAJECTORY_ID = re.compile(r"eval-(\d+)-(\d+)")
@@ -54,19 +54,19 @@ _ROUNDING = 1e-7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationInfo:
-    """The facts of an evaluation: how it was measured, how far it is, its scores."""
+    """How an evaluation was measured, its progress, and its scores."""
 
     path: Path
-    """Its directory; that of the run, for one on a run's schedule."""
+    """The evaluation's directory; for one on a run's schedule, it is the run's."""
     name: str
-    """The directory's name; `RUN, step 40` on a schedule."""
+    """The directory's name; `RUN, step 40` for one on a schedule."""
     env: str
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     benchmark: str | None = None
-    """Its id in `areal-gym list benchmarks`."""
+    """The benchmark's id in `areal-gym list benchmarks`."""
     split: str = "test"
     policy: Mapping[str, Any] = field(default_factory=dict)
-    """`model`, and where they are known `checkpoint`, `run`, `step`."""
+    """`model`, and if known `checkpoint`, `run` and `step`."""
     agent: str = "chat"
     engine: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class EvaluationInfo:
     success_reward: float = 1.0
     started_at: str | None = None
     duration_s: float | None = None
-    """Seconds of work, without the time between a crash and --resume."""
+    """Wall-clock seconds, without the time between a crash and --resume."""
     status: RunStatus = "finished"
     error: str | None = None
     num_done: int | None = None
@@ -89,7 +89,7 @@ class EvaluationInfo:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token was taken always."""
+        """Whether sampling was greedy (temperature 0)."""
         return self.sampling.get("temperature") == 0
 
     @property
@@ -102,7 +102,7 @@ class EvaluationInfo:
 
     @property
     def policy_name(self) -> str:
-        """The policy in a word or two: `tir-1, step 40`, or the model."""
+        """A short name of the policy: `tir-1, step 40`, or the model."""
         run, step = self.policy.get("run"), self.policy.get("step")
         if run:
             return Path(run).name + ("" if step is None else f", step {step}")
@@ -111,7 +111,7 @@ class EvaluationInfo:
         if not path.is_absolute():
             return name  # a name on the hub, or a small policy
         number = path.name.removeprefix("step-")
-        if path.parent.name == "checkpoints" and number.isdecimal():  # of a run, given as a model
+        if path.parent.name == "checkpoints" and number.isdecimal():  # a run's checkpoint as model
             return f"{path.parent.parent.name}, step {int(number)}"
         return path.name
 
@@ -131,14 +131,14 @@ class Evaluation:
         self.info = info
         self.trajectories_file = trajectories
         self.samples_file = samples
-        """None: the samples are read from the heads of the trajectories."""
+        """If None, the samples are read from the heads of the trajectories."""
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open the directory of an evaluation, finished or not, also of an earlier version.
+        """Open the directory of an evaluation, finished or not, also one of an earlier version.
 
         Raises:
-            NothingToDoError: it is not one.
+            NothingToDoError: the directory has no evaluation.
             DataError: `evaluation.json` is damaged.
         """
         folder = path / "trajectories"
@@ -161,16 +161,16 @@ class Evaluation:
 
     @classmethod
     def of_schedule(cls, run: Path) -> list[Self]:
-        """Return the sampled evaluations on a run's schedule, step by step.
+        """Return the sampled evaluations on a run's schedule, ordered by step.
 
-        A greedy one keeps its scores only: `scores["greedy"]` of the sampled one at its step.
+        The scores of the greedy evaluation at the same step are `scores["greedy"]`.
         """
         files = RunFiles(run)
         settings = files.read_config()
         evaluations = []
         for row in files.read_evaluations():
             if not isinstance(scores := row.get("sampled"), Mapping):
-                continue  # of imitation: losses, no samples
+                continue  # an evaluation of imitation, which has losses but no samples
             step = int(row["step"])
             info = _info_of_settings(
                 run,
@@ -207,11 +207,11 @@ class Evaluation:
                 raw = stream.read(sample["bytes"])
             return Trajectory.from_dict(json.loads(raw.decode("utf-8", "surrogatepass")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            where = f"{self.trajectories_file}, at byte {sample['offset']}"
-            raise DataError(f"{where}: not a trajectory: {error!r}") from None
+            place = f"{self.trajectories_file}, at byte {sample['offset']}"
+            raise DataError(f"{place}: not a trajectory: {error!r}") from None
 
     def pass_at_1(self) -> Interval | None:
-        """Return the score; of the samples so far, while it is being measured."""
+        """Return pass@1 with its interval; before the end, it is that of the samples so far."""
         if (score := self.info.pass_at_1) is not None:
             return score
         counts: dict[tuple[str, int], list[int]] = {}
@@ -224,7 +224,7 @@ class Evaluation:
         return pass_at_k_interval(pairs, 1, num_samples=self.info.num_samples) if pairs else None
 
     def iter_samples(self) -> Iterator[dict[str, Any]]:
-        """Yield the samples in the order in which they ended, line by line."""
+        """Yield the samples in the order in which they ended."""
         if self.samples_file is not None:
             for row in read_lines(self.samples_file, skips_torn_end=True):
                 if not row.keys() >= {"index", "attempt", "task", "success"}:
@@ -240,7 +240,7 @@ class Evaluation:
 
 
 def evaluation_paths(root: Path) -> list[Path]:
-    """Return the directories of evaluations in and below `root`: also those of runs, and suites."""
+    """Return the directories of evaluations in and below `root`, also those in run directories."""
     patterns = ("", "*/", "*/*/", "*/evaluations/*/")
     files = {f for p in patterns for f in root.glob(p + EVALUATION_FILE)}
     old = {f for stem in _NAMES for f in root.glob(f"*/trajectories/{stem}.jsonl")}
@@ -254,7 +254,7 @@ def list_evaluations(
 ) -> list[EvaluationInfo]:
     """Return the evaluations in and below `root`, the newest last.
 
-    A damaged one is left out, and `on_damaged` is called with it.
+    A damaged evaluation is left out, and `on_damaged` is called with its path and the error.
     """
     infos = []
     for path in evaluation_paths(root):
@@ -285,7 +285,7 @@ def _read_info(path: Path) -> EvaluationInfo:
 
 
 def _info_of_settings(path: Path, settings: Mapping[str, Any], **facts: Any) -> EvaluationInfo:
-    """Return what a run's settings say about its evaluations, and `facts`."""
+    """Return the info of an evaluation on a run's schedule, from the run's settings and `facts`."""
     env, rollout = settings.get("env") or {}, settings.get("rollout") or {}
     sampling = {k: rollout.get(k) for k in ("temperature", "top_p", "top_k", "max_new_tokens")}
     return EvaluationInfo(
@@ -302,11 +302,11 @@ def _info_of_settings(path: Path, settings: Mapping[str, Any], **facts: Any) -> 
 
 
 def is_graded_reward(scores: Mapping[str, Any]) -> bool:
-    """Return whether the rewards of an evaluation are other numbers than 0 and 1."""
-    reward, share = scores.get("reward"), scores.get("pass@1")
-    if not isinstance(reward, int | float) or not isinstance(share, int | float):
+    """Return whether an evaluation has rewards other than 0 and 1."""
+    reward, pass_at_1 = scores.get("reward"), scores.get("pass@1")
+    if not isinstance(reward, int | float) or not isinstance(pass_at_1, int | float):
         return False
-    return abs(reward - share) > _ROUNDING
+    return abs(reward - pass_at_1) > _ROUNDING
 
 
 def sample_of(head: Head) -> dict[str, Any]:

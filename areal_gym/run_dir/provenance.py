@@ -14,7 +14,7 @@ from areal_gym.run_dir.run_dir import RunDir
 def entries_used(config: RunConfig, *, plays: bool = True) -> list[Entry]:
     """Return every plugin entry that the settings name, in the order of the settings.
 
-    Without `plays`, what plays episodes and brings weights to an engine is left out.
+    Without `plays`, entries that play episodes or publish weights are left out.
 
     Raises:
         UnknownIdError: no plugin registers an id that the settings name.
@@ -41,7 +41,7 @@ def entries_used(config: RunConfig, *, plays: bool = True) -> list[Entry]:
 
 
 def known_from(run: Path, error: UnknownIdError) -> UnknownIdError:
-    """Return the error with a hint on the plugin that offered the id when the run was made."""
+    """Return the error with a hint about the plugin that had the id when the run was made."""
     used = RunDir(run).read_provenance().get("used", [])
     for entry in used:
         if repr(entry["id"]) not in error.message:
@@ -54,7 +54,7 @@ def known_from(run: Path, error: UnknownIdError) -> UnknownIdError:
 
 
 def require_installed(config: RunConfig) -> None:
-    """Raise ConfigError if a package is missing that the trainer or another plugin needs."""
+    """Raise ConfigError if a package that the trainer or another plugin needs is missing."""
     for entry in [*entries_used(config), registry().get("trainers", config.trainer.id)]:
         entry.require_installed()
 
@@ -62,7 +62,7 @@ def require_installed(config: RunConfig) -> None:
 def _environments(config: RunConfig) -> list[Entry]:
     """Return the environment; for a mix, also the environments in it."""
     mixed = config.env.kwargs.get("envs", ()) if config.env.id == "mix" else ()
-    ids = [config.env.id, *(given["id"] for given in mixed if "id" in given)]
+    ids = [config.env.id, *(env["id"] for env in mixed if "id" in env)]
     return [registry().get("envs", id) for id in dict.fromkeys(ids)]
 
 

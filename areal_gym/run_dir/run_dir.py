@@ -1,6 +1,6 @@
-"""The run directory as its writer sees it: opened in one of three modes, claimed, written.
+"""Open a run directory in one of three modes, lock it, and write its files.
 
-`RunDir` is the only class that knows what lies where; `run_files` lists the files.
+`run_files` lists the files; only `RunFiles` and `RunDir` know their paths.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from areal_gym.utils.packed_numbers import PackedNumbers
 from areal_gym.version import __version__
 
 RunMode = Literal["new", "resume", "clean"]
-"""What to do with a directory: it must not hold a run, its run goes on, its run is replaced."""
+"""How a directory is opened: "new" must have no run, "resume" continues its run, "clean" replaces
+it."""
 
 
 class RunDir(RunFiles):
-    """One run's directory. The constructor only names it, which is all that readers need.
+    """A run's directory. The constructor does not touch the disk, which is enough for reading.
 
     Example::
 
@@ -48,9 +49,9 @@ class RunDir(RunFiles):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.repairs: list[str] = []
-        """What `begin` repaired, in words for people."""
+        """Descriptions of what `begin` has repaired."""
         self.has_begun = False
-        """Whether it may be written to."""
+        """Whether `begin` was called, so the directory may be written to."""
         self._created: list[Path] = []
         self._mode: RunMode = "new"
         self._lock: DirectoryLock | None = None
@@ -58,18 +59,19 @@ class RunDir(RunFiles):
 
     @classmethod
     def open(cls, path: Path, mode: RunMode = "new", *, begins: bool = True) -> Self:
-        """Claim a directory for writing, exclusively until `close` or the end of the process.
+        """Lock a directory for writing until `close` or the end of the process.
 
         Args:
             path: the directory.
-            mode: what to do with what is in it.
-            begins: whether to change it right away. Else it stays as it is, byte for byte, until
-                `begin` is called: a request that is refused before leaves no trace.
+            mode: what to do with a run that is in it.
+            begins: whether to call `begin`. Otherwise nothing is changed until `begin` is called,
+                so a request that is refused before leaves the directory as it was.
 
         Raises:
-            RunExistsError: `mode` is "new" and there is something already.
-            UsageError: nothing to resume, or "clean" would delete files that no run has written.
-            InfrastructureError: another process is writing there.
+            RunExistsError: `mode` is "new", and the directory is not empty.
+            UsageError: there is no run to resume, or "clean" would delete files that are not a
+                run's.
+            InfrastructureError: another process is writing to the directory.
         """
         run = cls(path)
         run._mode = mode
@@ -89,7 +91,10 @@ class RunDir(RunFiles):
         return run
 
     def close(self) -> None:
-        """Release the directory, and remove what `open` created if still empty. Idempotent."""
+        """Release the lock, and remove the directories that `open` created if they are empty.
+
+        Idempotent.
+        """
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 for path in self._created or [self.path]:
@@ -101,7 +106,7 @@ class RunDir(RunFiles):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # A request that cannot be served leaves no run behind.
+        # A refused request leaves no run.
         is_refused = isinstance(error, UsageError | NothingToDoError)
         is_new = self.has_begun and self._mode != "resume"
         if is_refused and is_new and not self.trajectories_dir.exists():
@@ -111,10 +116,10 @@ class RunDir(RunFiles):
         self.close()
 
     def begin(self) -> None:
-        """Make the directory ready for writing: the first change to it. Idempotent.
+        """Prepare the directory for writing, which is the first change to it. Idempotent.
 
         Raises:
-            DataError: a file that grows is a link to another file.
+            DataError: a file that would be appended to is a symbolic link.
             TrainError: the disk is full or not writable.
         """
         if self.has_begun:
@@ -146,7 +151,7 @@ class RunDir(RunFiles):
         return self.config_file.exists() or not self._has_config
 
     def report_start(self, *, step: int, steps: int) -> None:
-        """Write `status.json`: the run begins, or goes on after `step`."""
+        """Write `status.json`: the run starts, or continues after `step`."""
         self._status.start(step=step, steps=steps)
 
     def save_config(self, text: str) -> None:
@@ -155,26 +160,28 @@ class RunDir(RunFiles):
         self._has_config = True
 
     def save_provenance(self, used: Iterable[Mapping[str, Any]], policy: str) -> None:
-        """Save which plugins the run uses, as rows of `Entry.to_dict()`, and the policy's hash.
+        """Save the plugins that a run uses, its initial policy, and the versions of packages.
 
-        The versions of the packages are added.
+        Args:
+            used: rows from `Entry.to_dict()`.
+            policy: the hash of the initial policy's weights.
         """
         facts = {"used": list(used), "initial_policy": policy, **_software()}
         write_atomic(self.plugins_file, to_json(facts, indent=2))
 
     def add_provenance(self, **facts: Any) -> None:
-        """Add facts that became known later."""
+        """Add facts to the provenance that become known later."""
         write_atomic(self.plugins_file, to_json({**self.read_provenance(), **facts}, indent=2))
 
     def save_summary(self, summary: Mapping[str, Any]) -> None:
-        """Save the run's outcome; after this it counts as finished."""
+        """Save the run's outcome, which marks the run as finished."""
         write_atomic(self.summary_file, to_json(summary, indent=2))
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Append the numbers of the step `row["step"]`. NaN becomes null.
+        """Append the metrics of the step `row["step"]`. NaN becomes null.
 
         Raises:
-            TrainError: the disk is full, or this is no longer the directory that was opened.
+            TrainError: the disk is full, or the directory was deleted, moved or replaced.
         """
         self._require_intact()
         append_text(self.metrics_file, to_json(row) + "\n")
@@ -182,38 +189,38 @@ class RunDir(RunFiles):
             self._status.took_step(row["step"])
 
     def append_evaluation(self, row: Mapping[str, Any]) -> None:
-        """Append one evaluation: `step`, and the reports `sampled` and `greedy`."""
+        """Append an evaluation, with `step` and the reports `sampled` and `greedy`."""
         append_text(self.evaluations_file, to_json(row) + "\n")
 
     def append_log(self, text: str) -> None:
-        """Append a line for people, with the time before it."""
+        """Append a line to the log, with the current time in front."""
         append_text(self.log_file, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def save_trajectories(self, trajectories: Iterable[Trajectory], *, name: int | str) -> Path:
-        """Save the trajectories of a step (`name=12`) or others (`name="eval-0"`) in one file."""
+        """Save the trajectories of a step (`name=12`), or others (`name="eval-0"`), in one file."""
         file, trajectories = self.trajectories_file(name), list(trajectories)
         ImageStore(self.images_dir).keep_images_of(trajectories)
         _write_rows(file, (t.to_dict(packs_numbers=True) for t in trajectories))
         return file
 
     def save_refused(self, trajectories: Iterable[Trajectory], step: int) -> Path:
-        """Save the batch of a step that was skipped, because its gradients were not finite."""
+        """Save the batch of a step that was refused because its loss or gradient was not finite."""
         return self.save_trajectories(trajectories, name=f"refused-{step:06d}")
 
     def save_trained(self, rows: Iterable[Mapping[str, Any]], *, step: int) -> None:
-        """Save the advantages and log-probabilities of a step, one row for each trajectory."""
+        """Save the advantages and log-probabilities of a step's trained tokens, row by row."""
         _write_rows(self.trained_dir / f"step-{step:06d}.jsonl", map(_packed, rows))
 
     def save_tokenizer(self, policy: Path) -> None:
-        """Keep the tokenizer of a checkpoint directory, if it has a `tokenizer.json`."""
+        """Copy `tokenizer.json` from a checkpoint directory, if it has one."""
         file = policy / "tokenizer.json"
         if file.is_file():
             write_atomic(self.tokenizer_file, file.read_bytes())
 
     def rewind(self, step: int) -> None:
-        """Delete what lies after `step`: a run resumes at its checkpoint, not at its metrics.
+        """Delete the records of all steps after `step`, the checkpoint from which a run resumes.
 
-        Pictures go with the last file that names them, also if people have deleted it.
+        Images that no remaining file names are deleted, too.
         """
         for file in (self.metrics_file, self.evaluations_file):
             rows = [r for r in read_lines(file, skips_torn_end=True) if r.get("step", 0) <= step]
@@ -230,7 +237,7 @@ class RunDir(RunFiles):
         self._remove_unnamed_images()
 
     def _remove_unnamed_images(self) -> None:
-        """Delete the pictures that no file of the run names any more."""
+        """Delete the images that no file of the run names."""
         if self.images_dir.is_dir():
             files = (*self.path.rglob("*.json"), *self.path.rglob("*.jsonl*"))
             named = hashes_in_files(file for file in files if file.is_file())
@@ -238,13 +245,13 @@ class RunDir(RunFiles):
                 self.append_log(f"{num_removed} pictures that no file names are deleted")
 
     def _require_intact(self) -> None:
-        # The directory would hold half a run, and any process could claim it.
+        # Otherwise a new directory would get half a run, and without a lock.
         if self._lock is None or self.is_intact:
             return
         raise TrainError(
             f"{self.path} was deleted or moved while the run was writing to it",
             hints=[
-                "moved: what it holds is whole, --resume --out PLACE goes on with it",
+                "moved: its files are complete, --resume --out PLACE continues it",
                 f"deleted: the weights as they are now are saved in {self.checkpoints_dir}, and "
                 "engine.model=CHECKPOINT starts a new run from them",
             ],
@@ -266,8 +273,8 @@ class RunDir(RunFiles):
                 ],
             )
         elif not self.holds_run and any(p for p in self.path.iterdir() if p.suffix != ".tmp"):
-            kind = RunExistsError if self._mode == "new" else UsageError
-            raise kind(
+            error = RunExistsError if self._mode == "new" else UsageError
+            raise error(
                 f"{self.path} is not empty, and is not a run directory",
                 hints=["choose another directory with --out"],
             )

@@ -1,30 +1,30 @@
-"""The files of a run directory: where each lies, and how it is read.
+"""The files of a run directory: their paths, and how they are read.
 
-    config.yaml           the resolved settings; they run again as they are
-    plugins.json          what was used: plugin, distribution and version, Python, platform
+    config.yaml           the resolved settings, which can start the same run again
+    plugins.json          the plugins used, with distribution and version; Python, platform
     inputs/               copies of the user's files: rewards, tools, environments, small data
     metrics.jsonl         one line per step
     evaluations.jsonl     one line per evaluation on held-out tasks
     evaluations/          a folder for each `areal-gym eval --run` of this run
-    journal.jsonl         the state of each group; finished groups survive a crash in it
+    journal.jsonl         the state of each group, so finished groups survive a crash
     trajectories/         step-000012.jsonl, one trajectory per line; eval-*.jsonl
-    images/               the pictures of its messages and tokens, by hash: ab/<sha256>.png
-    trained/              step-000012.jsonl: advantages and log-probabilities, line by line
+    images/               the images in messages, by hash: ab/<sha256>.png
+    trained/              step-000012.jsonl: advantages and log-probabilities, one line per row
     tokenizer.json        the policy's tokenizer, so that token ids can be read
     checkpoints/          written by the trainer
     loggers/              a folder for each logger
     profiles/             traces of the steps in trainer.profile.steps
     learning_curve.png    written at the end
     report.html           written at the end: a shareable one-page report
-    summary.json          written at the end: a run without it has not finished
-    status.json           what the run is doing, or how it ended and why
-    notes.json            tags and a note that people gave it in the viewer
-    *.jsonl.torn          the torn end of a file, cut off when a run was resumed after a crash
-    log.txt
+    summary.json          written at the end; a run without it has not finished
+    status.json           the run's state, or how and why it ended
+    notes.json            tags and a note that users add in the viewer
+    *.jsonl.torn          an incomplete last line, cut off when a run was resumed after a crash
+    log.txt               messages with their times
 
-Files appear whole or not at all (temporary name, fsync, rename). `metrics.jsonl` and `log.txt`
-grow; readers ignore a line that a crash has torn, and the next writer cuts it off. A full
-disk is a `TrainError` that says so, and leaves the file as it was before.
+Files are written atomically (temporary name, fsync, rename). `metrics.jsonl` and `log.txt` are
+appended to; readers ignore an incomplete last line after a crash, and the next writer cuts it off.
+If the disk is full, a `TrainError` is raised, and the file stays as it was.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from areal_gym.utils.files import path_hints, read_json, read_lines, read_yaml
 
 
 class RunFiles:
-    """The paths of a run's files, and their contents. It changes nothing on disk."""
+    """The paths of a run's files, and functions that read them. It writes nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,36 +73,36 @@ class RunFiles:
 
     def contents(self) -> list[Path]:
         """Return every path that a run may write, whether it exists or not."""
-        own = [value for value in vars(self).values() if isinstance(value, Path)][1:]
-        return [*own, *self.path.glob("*.jsonl.torn")]
+        paths = [value for value in vars(self).values() if isinstance(value, Path)][1:]
+        return [*paths, *self.path.glob("*.jsonl.torn")]
 
     def checkpoint(self, step: int) -> Path:
-        """Return where the checkpoint of a step lies, if there is one."""
+        """Return the path of a step's checkpoint, which may not exist."""
         return self.checkpoints_dir / f"step-{step:06d}"
 
     def trajectories_file(self, name: int | str) -> Path:
-        """Return the file of a step's trajectories (`name=12`) or of others (`name="eval-0"`)."""
+        """Return the path of a step's trajectories (`name=12`) or of others (`name="eval-0"`)."""
         stem = f"step-{name:06d}" if isinstance(name, int) else name
         return self.trajectories_dir / f"{stem}.jsonl"
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run has written here."""
+        """Whether the directory has a run's files."""
         return any(path.exists() for path in self.contents())
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run has finished."""
         return self.summary_file.exists()
 
     @property
     def is_being_written(self) -> bool:
-        """Whether a process of this machine has it open; False if the system does not tell."""
+        """Whether a process of this machine has locked it; False if that cannot be determined."""
         return is_locked(self.path)
 
     @property
     def status(self) -> RunStatus:
-        """The run's state now, or its end; an evaluation on its own is finished."""
+        """The run's current or final state; "finished" for a directory that is not a run's."""
         if self.is_finished or not self.config_file.exists():
             return "finished"
         if self.is_being_written:
@@ -112,7 +112,7 @@ class RunFiles:
 
     @property
     def error(self) -> str | None:
-        """The reason why the run has failed, as `status.json` says."""
+        """The error in `status.json`, if the run has failed."""
         return None if (record := self._status.read()) is None else record.error
 
     def read_status(self) -> StatusRecord | None:
@@ -129,7 +129,7 @@ class RunFiles:
         return self.config_file
 
     def read_config(self) -> dict[str, Any]:
-        """Read the resolved settings as a tree; empty when there are none that can be read."""
+        """Read the resolved settings as a tree; it is empty if they cannot be read."""
         try:
             settings = read_yaml(self.config_file)
         except (OSError, DataError):
@@ -137,11 +137,11 @@ class RunFiles:
         return settings if isinstance(settings, dict) else {}
 
     def read_provenance(self) -> dict[str, Any]:
-        """Read what `save_provenance` wrote; empty when nothing did."""
+        """Read the result of `save_provenance`; it is empty if there is none."""
         return read_json(self.plugins_file) if self.plugins_file.exists() else {}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Read all whole lines, in order."""
+        """Read all complete lines, in order."""
         return list(read_lines(self.metrics_file, skips_torn_end=True))
 
     def read_evaluations(self) -> list[dict[str, Any]]:
@@ -149,15 +149,15 @@ class RunFiles:
         return list(read_lines(self.evaluations_file, skips_torn_end=True))
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Read the run's outcome, None until it has finished; raise DataError if it is damaged."""
+        """Read the run's outcome; None if it has not finished. Raises DataError if damaged."""
         return read_json(self.summary_file) if self.summary_file.exists() else None
 
     def read_trajectories(self, name: int | str) -> Iterator[Trajectory]:
-        """Read what `save_trajectories` wrote under that name."""
+        """Read the trajectories that `save_trajectories` wrote under this name."""
         return map(Trajectory.from_dict, read_lines(self.trajectories_file(name)))
 
     def read_refused(self) -> tuple[int, list[Group]] | None:
-        """Read the newest batch of `save_refused` and its step; None when there is none."""
+        """Read the step and the batch of the newest `save_refused`; None if there is none."""
         files = sorted(self.trajectories_dir.glob("refused-*.jsonl"))
         if not files:
             return None

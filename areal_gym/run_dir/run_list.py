@@ -1,4 +1,4 @@
-"""Directories of runs: listing them, describing one, and reserving the path of a new one."""
+"""List runs, describe a run, and reserve the path of a new one."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class RunInfo:
 
     path: Path
     env_id: str
-    num_steps: int  # finished ones
+    num_steps: int  # number of finished steps
     is_finished: bool
     reward: float | None  # the mean of the newest step
     summary: Mapping[str, Any]  # empty until the run has finished
 
 
 def run_paths(root: Path) -> list[Path]:
-    """Return the paths of the runs directly under `root`, by name; none without `root`."""
+    """Return the paths of the runs directly under `root`, sorted by name."""
     if not root.is_dir():
         return []
     return [path for path in sorted(root.iterdir()) if RunDir(path).config_file.exists()]
 
 
 def no_run_hints(path: Path) -> list[str]:
-    """Return the hints of an error about `path`, which is not a run directory."""
+    """Return hints for an error about `path`, which is not a run directory."""
     return [*path_hints(path), "all runs: areal-gym list runs"]
 
 
 def run_info(path: Path) -> RunInfo:
-    """Read what a list shows about one run, finished or not."""
+    """Read the row that lists show for a run, finished or not."""
     run = RunDir(path)
     try:
         env_id = str(run.read_config()["env"]["id"])
@@ -59,9 +59,9 @@ def run_info(path: Path) -> RunInfo:
 
 
 def new_run_path(label: str, root: Path = Path("runs")) -> Path:
-    """Reserve `runs/LABEL-DATE-TIME`: an empty directory that no other process was given.
+    """Create an empty directory `runs/LABEL-DATE-TIME`, which no other process gets.
 
-    `RunDir.open(path, "new")` takes it; `path.rmdir()` gives it back.
+    `RunDir.open(path, "new")` uses it; `path.rmdir()` removes it.
     """
     stem = f"{re.sub('[/:]+', '-', label)}-{time.strftime('%Y%m%d-%H%M%S')}"
     with readable_disk_errors(root):
@@ -69,7 +69,7 @@ def new_run_path(label: str, root: Path = Path("runs")) -> Path:
         for suffix in ("", *(f"-{n}" for n in range(2, 10_000))):
             path = root / (stem + suffix)
             with contextlib.suppress(FileExistsError):
-                # Runs started in the same second must not meet: mkdir decides who is first.
+                # mkdir fails if another run that starts in the same second has this name.
                 path.mkdir()
                 return path
     raise InfrastructureError(f"{root} has no free name left for {stem}")
@@ -77,7 +77,7 @@ def new_run_path(label: str, root: Path = Path("runs")) -> Path:
 
 @contextlib.contextmanager
 def run_path(given: Path | None, label: str) -> Iterator[Path]:
-    """Yield `given`, or a path that is reserved; a directory that stays empty is removed."""
+    """Yield `given`, or else a reserved path; remove the directory if it stays empty."""
     path = given or new_run_path(label)
     try:
         yield path
@@ -86,4 +86,4 @@ def run_path(given: Path | None, label: str) -> Iterator[Path]:
             path.rmdir()
         if given is None:
             with contextlib.suppress(OSError):
-                path.parent.rmdir()  # `runs`, when this was to be the first one
+                path.parent.rmdir()  # remove `runs`, too, if it has no other run

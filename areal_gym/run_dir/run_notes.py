@@ -1,7 +1,7 @@
-"""Tags and a note that people add to a run, and the trash that deleted runs are moved to.
+"""The tags and the note that users add to a run, and the trash for deleted runs.
 
 RUN/notes.json            {"tags": ["baseline"], "note": "learning rate too high"}
-PARENT/.trash/RUN-TIME/   a run that was deleted, whole; moved back, it is there again
+PARENT/.trash/RUN-TIME/   a deleted run with all its files; moving it back restores it
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RunNotes:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Self:
-        """Make notes from what a client or a file says; raise DataError naming what is wrong."""
+        """Make notes from a request or a file; raise DataError if a value is not valid."""
         tags, note = row.get("tags", []), row.get("note", "")
         if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
             raise DataError('tags are a list of texts, such as {"tags": ["baseline"]}')
@@ -49,14 +49,14 @@ class RunNotes:
 
     @classmethod
     def read(cls, run: RunFiles) -> Self:
-        """Read the notes of a run, empty if it has none; raise DataError for a damaged file."""
+        """Read the notes of a run, which may be empty; raise DataError for a damaged file."""
         try:
             return cls.from_dict(read_json(run.notes_file))
         except FileNotFoundError:
             return cls()
 
     def save(self, run: RunFiles) -> None:
-        """Write the notes beside the run's other files; empty ones leave no file."""
+        """Write the notes to the run's directory; delete the file if they are empty."""
         with readable_disk_errors(run.path):
             if not self.tags and not self.note:
                 run.notes_file.unlink(missing_ok=True)
@@ -65,10 +65,10 @@ class RunNotes:
 
 
 def move_to_trash(run: RunFiles) -> Path:
-    """Move a run to the `.trash` folder beside it, and return where it lies now.
+    """Move a run to the `.trash` folder beside it, and return its new path.
 
     Raises:
-        UsageError: the run is going on.
+        UsageError: the run is running.
         InfrastructureError: a process is writing to it, or the directory cannot be moved.
     """
     if run.status == "running":
@@ -77,18 +77,18 @@ def move_to_trash(run: RunFiles) -> Path:
             hints=["stop it first: Ctrl-C in its terminal"],
         )
     with contextlib.ExitStack() as stack:
-        lock = DirectoryLock(run.path)  # so that no run resumes in a directory that goes away
+        lock = DirectoryLock(run.path)  # so that nobody resumes the run meanwhile
         stack.callback(lock.release)
         try:
             trash = run.path.parent / TRASH
             trash.mkdir(exist_ok=True)
             stem = f"{run.path.name}-{time.strftime('%Y%m%d-%H%M%S')}"
             names = (stem, *(f"{stem}-{n}" for n in range(2, 1000)))
-            place = next(trash / name for name in names if not os.path.lexists(trash / name))
-            run.path.rename(place)
+            moved = next(trash / name for name in names if not os.path.lexists(trash / name))
+            run.path.rename(moved)
         except OSError as error:
             raise InfrastructureError(
                 f"{run.path} cannot be moved to {run.path.parent / TRASH}: {error.strerror}",
                 hints=["delete it yourself: rm -r DIRECTORY"],
             ) from error
-    return place
+    return moved

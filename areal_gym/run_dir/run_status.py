@@ -4,8 +4,8 @@
      "pid": 4242, "host": "node-3", "boot_id": "...", "process_start": 123456,
      "started_at": "2026-01-02T03:04:05+00:00", "updated_at": "..."}
 
-A killed process cannot update its file, which says "running" for ever. Readers therefore check
-whether that process is alive, and report the run as "died" if it is not.
+A killed process cannot update its file, which then says "running" forever. Readers therefore check
+whether the process is alive, and report the run as "died" if it is not.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from areal_gym.utils.command_words import quoted
 from areal_gym.utils.files import read_json, to_json, write_atomic
 
 RunStatus = Literal["running", "finished", "failed", "interrupted", "died", "stopped"]
-"""The state of a run. "stopped" means an old run, which left no `status.json`."""
+"""The state of a run. "stopped" is a run of an earlier version, without a `status.json`."""
 
 _SILENCE_S = 6 * 3600
-"""A run on another machine that has taken no step for so long is considered dead."""
+"""A run on another machine without a step for this long is considered dead."""
 _ENDED = ("finished", "failed", "interrupted")
 
 
@@ -38,21 +38,22 @@ class StatusRecord:
     """The content of `status.json`."""
 
     state: RunStatus
-    step: int = 0  # the steps that were taken
-    steps: int | None = None  # the steps that the run is going to take
+    step: int = 0  # the number of steps taken
+    steps: int | None = None  # the number of steps in total
     error: str | None = None
-    hints: Sequence[str] = ()  # what to type next, after an error
+    hints: Sequence[str] = ()  # commands to type next, after an error
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     boot_id: str = field(default_factory=lambda: _boot_id())
     process_start: int | None = field(default_factory=lambda: _process_start(os.getpid()))
-    """In the kernel's ticks; distinguishes a process from a later one with the same pid."""
+    """The process's start time in kernel ticks; it tells a process from a later one with its pid.
+    """
     started_at: str = field(default_factory=lambda: _now())
     updated_at: str = field(default_factory=lambda: _now())
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Self | None:
-        """Make a record from an untrusted file; None if the content is not valid."""
+        """Make a record from an untrusted file; return None if the content is not valid."""
         if row.get("state") not in ("running", *_ENDED):
             return None
         numbers = {"step": 0, "steps": None, "pid": 0, "process_start": 0}
@@ -67,10 +68,10 @@ class StatusRecord:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process that wrote this is alive, as far as this machine can tell."""
+        """Whether the process that wrote the record is alive, as far as this machine can tell."""
         if self.boot_id and self.boot_id == _boot_id() and self.host == socket.gethostname():
             return self.process_start == _process_start(self.pid)
-        if self.host == socket.gethostname():  # this machine, before it was started again
+        if self.host == socket.gethostname():  # this machine, before its last reboot
             return False
         try:
             updated = datetime.datetime.fromisoformat(self.updated_at)
@@ -80,7 +81,7 @@ class StatusRecord:
 
     @property
     def current_state(self) -> RunStatus:
-        """The state, but "died" for a run that was running and whose process is gone."""
+        """The state; "died" for a running one whose process does not exist any more."""
         return "died" if self.state == "running" and not self.is_alive else self.state
 
     def advice(self, run: Path) -> list[str]:
@@ -88,15 +89,15 @@ class StatusRecord:
         hints = list(self.hints)
         if self.current_state != "running":
             hints.append(
-                f"go on from its newest checkpoint: areal-gym train --resume --out {quoted(run)}"
+                f"continue from its newest checkpoint: areal-gym train --resume --out {quoted(run)}"
             )
         return hints
 
 
 class StatusFile:
-    """Writes one run's `status.json`: at its start, after each step, at its end.
+    """Writes a run's `status.json` at its start, after each step, and at its end.
 
-    If it cannot be written, it stays as it was: a full disk is reported by the run itself.
+    Errors while writing are ignored, because the run itself reports a full disk.
     """
 
     def __init__(self, file: Path) -> None:
@@ -111,7 +112,7 @@ class StatusFile:
             return None
 
     def start(self, *, step: int, steps: int) -> None:
-        """Record that the run begins, or goes on after `step`."""
+        """Record that the run starts, or continues after `step`."""
         self._write(StatusRecord(state="running", step=step, steps=steps))
 
     def took_step(self, step: int) -> None:
@@ -126,7 +127,7 @@ class StatusFile:
         record = replace(self._record, state="finished" if error is None else "interrupted")
         if isinstance(error, GymError):
             record = replace(record, state="failed", error=error.message, hints=error.hints)
-        elif isinstance(error, Exception):  # and no KeyboardInterrupt or CancelledError
+        elif isinstance(error, Exception):  # not KeyboardInterrupt or CancelledError
             record = replace(record, state="failed", error=repr(error))
         self._write(record)
 
@@ -148,7 +149,7 @@ def _boot_id() -> str:
 
 
 def _process_start(pid: int) -> int | None:
-    """Return when a process was started; None if there is none, or the system does not tell."""
+    """Return the start time of a process in kernel ticks; None if it cannot be determined."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         fields = text.rpartition(")")[2].split()
@@ -158,10 +159,10 @@ def _process_start(pid: int) -> int | None:
 
 
 class DirectoryLock:
-    """Claims a directory for this process until `release` or the process's end.
+    """Locks a directory for this process until `release` or the end of the process.
 
     Raises:
-        InfrastructureError: another process has claimed it.
+        InfrastructureError: another process has locked it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -176,18 +177,18 @@ class DirectoryLock:
                 hints=["wait for its end, or choose another directory with --out"],
             ) from None
         except OSError:
-            # Some network file systems lock no directories; there, the rules of `mode` must do.
+            # Some network file systems cannot lock directories; then only `mode` protects runs.
             pass
 
     def release(self) -> None:
-        """Give the directory up. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     @property
     def is_valid(self) -> bool:
-        """Whether the path still leads to the directory that was claimed."""
+        """Whether the path still leads to the directory that was locked."""
         if self._descriptor is None:
             return False
         try:
@@ -197,11 +198,11 @@ class DirectoryLock:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process of this machine has the lock; False if the system does not tell."""
+    """Return whether a process of this machine has the lock; False if it cannot be determined."""
     try:
         inode = path.stat().st_ino
         locks = Path("/proc/locks").read_text(encoding="ascii")
     except OSError:
         return False
-    # Asking for the lock ourselves could get in the way of a run that begins.
+    # Do not try to take the lock: that could make a run fail that starts at this moment.
     return any(" FLOCK " in line and f":{inode} " in line for line in locks.splitlines())

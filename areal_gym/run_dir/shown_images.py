@@ -1,4 +1,4 @@
-"""Pictures of a run directory, for pages: from its store only, whatever its files say."""
+"""Read images of a run directory for pages; only those in its image store can be read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from areal_gym.images import ImageStore, data_url, hashes_in
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MOST_INLINED = 2**16
-"""Bytes of a picture that is copied into a page."""
+"""The maximum size in bytes of an image that is copied into a page."""
 
 
 def read_shown(directory: Path, sha256: str) -> bytes | None:
-    """Return a picture of the run; None if it is missing, was changed, or is something else."""
+    """Return an image of the run; None if it is missing, was changed, or is not a PNG file."""
     store = ImageStore(directory / "images")
     try:
         file = store.path(sha256)
@@ -29,10 +29,10 @@ def read_shown(directory: Path, sha256: str) -> bytes | None:
 
 
 def inlined(directory: Path, row: Mapping[str, Any]) -> dict[str, str]:
-    """Return `data:` URLs of the pictures in a trajectory's messages, but for large ones."""
-    pictures = {h: read_shown(directory, h) for h in set(hashes_in(row.get("messages")))}
+    """Return `data:` URLs of the images in a trajectory's messages, by hash, without large ones."""
+    images = {h: read_shown(directory, h) for h in set(hashes_in(row.get("messages")))}
     return {
         sha256: data_url(png)
-        for sha256, png in pictures.items()
+        for sha256, png in images.items()
         if png is not None and len(png) <= _MOST_INLINED
     }

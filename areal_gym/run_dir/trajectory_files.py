@@ -1,11 +1,11 @@
-"""Reading files of trajectories without their tokens.
+"""Read files of trajectories without parsing their tokens.
 
-Most of a line are token ids and log-probabilities. They come last (`Trajectory.to_dict`), so
-only the part before them is parsed: 10,000 trajectories are listed in half a second, and each of
-them is then read by its offset in the file.
+Most of a line consists of token ids and log-probabilities. They come last (`Trajectory.to_dict`),
+so only the part before them is parsed: 10,000 trajectories are listed in half a second, and a
+single one is then read by its offset in the file.
 
-Numbers of tokens are base64 of little-endian arrays, {"int32": "..."}; in files of earlier versions
-they are lists. Readers here give lists either way.
+The numbers of tokens are base64 of little-endian arrays, {"int32": "..."}, or lists in files of
+earlier versions. The readers in this module return lists in both cases.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from areal_gym.types import readable
 from areal_gym.utils.files import open_data
 from areal_gym.utils.packed_numbers import from_packed
 
-# A quote inside of a JSON string has a backslash before it: these are keys and nothing else.
+# A quote inside a JSON string has a backslash before it, so these bytes can only be keys.
 _SPANS = b', "spans": ['
 _ADVANTAGES = b', "advantages": '
 
 _PREVIEW = 120
-"""Characters shown of a trajectory's last message."""
+"""The number of characters of the last message that a preview has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The place of a trajectory in its file, and everything but its tokens."""
+    """The offset of a trajectory in its file, and a summary without its tokens."""
 
     offset: int
-    num_bytes: int  # of the whole line
-    num_head_bytes: int  # of the line up to its tokens
-    summary: Mapping[str, Any]  # one row of a list, with `TrajectoryFile.COLUMNS`
+    num_bytes: int  # the length of the whole line
+    num_head_bytes: int  # the length of the line up to its tokens
+    summary: Mapping[str, Any]  # the row in lists, with `TrajectoryFile.COLUMNS`
 
 
 class TrajectoryFile:
-    """One of the files in `trajectories/`, indexed as far as it was read.
+    """A file in `trajectories/`, with an index of the lines that were read so far.
 
-    Such files appear whole and never grow. Several threads may read.
+    Such files are written atomically and never grow. Several threads may read.
     """
 
     COLUMNS = (
         *("id", "group", "task", "env", "reward", "stop", "turns", "tokens"),
         *("staleness", "forks", "engine_s", "env_s", "error", "preview"),
     )
-    """What `Head.summary` has: `tokens` were sampled by the policy; `staleness` is that of the
-    oldest token, null where nothing is trained (evaluations); `preview` is how the last message of
-    the assistant ends."""
+    """The keys of `Head.summary`: `tokens` is the number of tokens that the policy sampled;
+    `staleness` is that of the oldest token, null in evaluations; `preview` is the end of the
+    assistant's last message."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +65,11 @@ class TrajectoryFile:
         self._lock = Lock()
 
     def page(self, start: int = 0, limit: int | None = None) -> Sequence[Head]:
-        """Return trajectories from `start` on, all without a limit; raise DataError for others."""
+        """Return the heads of `limit` trajectories (None: all) from index `start` on.
+
+        Raises:
+            DataError: a line is not a trajectory.
+        """
         end = None if limit is None else start + limit
         with self._lock:
             if self._failure is not None:
@@ -74,25 +78,25 @@ class TrajectoryFile:
             try:
                 self._heads += islice(self._rest, num_new)
             except DataError as error:
-                self._failure = error.message  # half a file must not look like a whole one later
+                self._failure = error.message  # so that later calls do not return half a file
                 raise
             return self._heads[start:end]
 
     def read(self, place: int) -> dict[str, Any]:
-        """Read the whole trajectory at `place`, as parsed JSON with lists of numbers.
+        """Read the trajectory with the index `place`, as parsed JSON with lists of numbers.
 
         Raises:
-            UnknownIdError: the file is shorter.
+            UnknownIdError: the file has fewer trajectories.
             DataError: a line is not a trajectory.
         """
         head = self._head(place)
         return self.read_at(head.offset, head.num_bytes, place=place)
 
     def read_at(self, offset: int, num_bytes: int, *, place: int = 0) -> dict[str, Any]:
-        """Read the trajectory whose line is at a known offset, without an index of the file.
+        """Read the trajectory whose line is at a known offset, without indexing the file.
 
         Raises:
-            DataError: there is no such line; errors name `place`.
+            DataError: there is no such line, or it is not a trajectory; the message has `place`.
         """
         with open_data(self.path) as stream:
             stream.seek(max(0, offset - 1))
@@ -107,12 +111,12 @@ class TrajectoryFile:
         return row
 
     def read_head(self, place: int) -> dict[str, Any]:
-        """Read the trajectory at `place` without `spans`."""
+        """Read the trajectory with the index `place`, without `spans`."""
         head = self._head(place)
         return _parsed(self._raw(head, head.num_head_bytes) + b"}", self.path, place)
 
     def search(self, text: str) -> list[int]:
-        """Return the places of the trajectories that contain `text`, in any case."""
+        """Return the indices of the trajectories that contain `text`, ignoring case."""
         needle = json.dumps(text, ensure_ascii=False)[1:-1].lower()
         places = []
         with open_data(self.path) as stream:
@@ -168,12 +172,12 @@ class TrainedFile:
         self._lock = Lock()
 
     def advantage(self, place: int) -> float | None:
-        """Return the mean advantage of the trajectory at `place`, from its first branch."""
+        """Return the mean advantage of a trajectory's first branch; `place` is its index."""
         self._index_up_to(place)
         return self._advantages.get(place)
 
     def read(self, place: int) -> dict[str, list[float | None]] | None:
-        """Read `advantages` and `logprobs` of a trajectory's sampled tokens, in their order."""
+        """Read `advantages` and `logprobs` of a trajectory's sampled tokens, in order."""
         self._index_up_to(place)
         if place not in self._lines:
             return None
@@ -187,7 +191,7 @@ class TrainedFile:
         return columns
 
     def _index_up_to(self, place: int) -> None:
-        """Index lines until a later trajectory begins; trajectories are in order."""
+        """Index lines up to the first one of a later trajectory; trajectories are in order."""
         with self._lock:
             if place + 1 not in self._advantages:
                 for other in self._rest:
@@ -209,7 +213,7 @@ class TrainedFile:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the training step of a file of trajectories; None for an evaluation."""
+    """Return the training step of a file of trajectories; None for an evaluation's file."""
     number = path.stem.removeprefix("step-")
     return int(number) if number.isdigit() else None
 
@@ -225,7 +229,7 @@ def _parsed(raw: bytes, path: Path, place: int) -> dict[str, Any]:
 
 
 def _numbers(value: Any, path: Path, place: int, decimals: int | None = None) -> list[Any]:
-    """Return numbers that may be packed as a list, with null for those that are not finite."""
+    """Return numbers, packed or not, as a list, with None for those that are not finite."""
     try:
         return [
             None
@@ -261,7 +265,7 @@ def _summary(row: Mapping[str, Any], step: int | None) -> dict[str, Any]:
 
 
 def preview_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return how the last message of the assistant ends, on one line."""
+    """Return the end of the assistant's last message, on one line."""
     for message in reversed(messages):
         if message["role"] == "assistant":
             text = readable(message.get("content") or "")

@@ -97,7 +97,7 @@ def test_resume_measures_failed_samples_again(tmp_path):
 
 def test_what_cannot_be_written_to_is_named(tmp_path):
     path = tmp_path / "e"
-    with pytest.raises(UsageError, match="no evaluation to go on with"):
+    with pytest.raises(UsageError, match="no evaluation to continue"):
         EvaluationWriter(path, FACTS, settings="", mode="resume")
     assert not path.exists()
     write_evaluation(path, PLACES[:1])
