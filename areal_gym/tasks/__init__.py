@@ -1,10 +1,10 @@
-"""Tasks beside the environment: where they come from, which split they are in, who draws them.
+"""The tasks of environments: reading data, making tasks from it, and dividing tasks into splits.
 
-open_rows(data)     rows of anything: lists, pandas, datasets, files, folders, the hub
-TaskSource          what an environment is given: `draw(rng, split)`, `at(index, split)`
-GeneratedTasks      an endless source: a function that makes one problem
-open_tasks(data, f) the same as a source: `f` makes a task of a row
-RowTasks            rows that are read whole: distinct, split by their keys
+open_rows(data)     the rows of any data: lists, pandas, datasets, files, folders, the hub
+TaskSource          the interface that environments use: `draw(rng, split)`, `at(index, split)`
+GeneratedTasks      an endless source; a function makes each problem
+open_tasks(data, f) a source of the tasks that the function `f` makes from rows
+RowTasks            a source that reads all rows at once; tasks are distinct and split by their keys
 """
 
 from areal_gym.tasks.base import (

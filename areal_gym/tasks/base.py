@@ -1,10 +1,10 @@
-"""Task sources: the contract, and endless seeded generators.
+"""Task sources: the interface, and endless seeded generators.
 
-    draw(rng, split)   -> a random task: what training asks for
-    at(index, split)   -> the i-th of a fixed sequence of distinct tasks: what evaluation asks for
+    draw(rng, split)   -> a random task, for training
+    at(index, split)   -> the i-th of a fixed sequence of distinct tasks, for evaluation
 
-Which split a task belongs to is a hash of its *key* (the canonical form of what is asked, not its
-wording), so that no test problem occurs in training under another phrasing.
+A hash of a task's *key* decides its split. The key is a canonical form of the problem, independent
+of its wording, so no test problem occurs in training under another phrasing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from areal_gym.types import Task, content_hash
 
 SPLITS = ("train", "test")
 TEST_SHARE = 0.1
-"""Share of the keys that is held out."""
+"""The share of keys that is held out."""
 
 _MAX_INDEX = 1_000_000
-"""Limit of a fixed sequence, which is kept in memory; draw tasks to get more."""
+"""The maximum length of a fixed sequence, which is kept in memory; `draw` has no limit."""
 _MAX_REPEATS = 20_000
-"""Drafts in a row without a new key after which a generator counts as exhausted."""
+"""The number of successive drafts without a new key after which a generator is exhausted."""
 
 
 class TaskSource(Protocol):
@@ -41,17 +41,21 @@ class TaskSource(Protocol):
         """Return a random task of the split."""
 
     def at(self, index: int, split: str) -> Task:
-        """Return the task of that index: distinct for distinct indexes, equal in every process."""
+        """Return the task with this index: different for each index, the same in every process."""
 
 
 def split_of(key: str, share: float = TEST_SHARE) -> str:
-    """Return "test" for a share of all keys, a tenth by default, "train" for the others."""
+    """Return "test" for a share of all keys, by default a tenth, and "train" for the others."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     return "test" if int.from_bytes(digest[:4]) < share * 2**32 else "train"
 
 
 def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-    """Return the task that `options` name, or a random one of the split; else raise UsageError."""
+    """Return the task with the index in `options`, or else a random one of the split.
+
+    Raises:
+        UsageError: the split does not exist, or the index is not valid.
+    """
     split, index = asked_for(options)
     return source.draw(rng, split) if index is None else source.at(index, split)
 
@@ -59,7 +63,11 @@ def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[s
 def asked_for(
     options: Mapping[str, Any], splits: Collection[str] = SPLITS
 ) -> tuple[str, int | None]:
-    """Return the split and the index in the options (None: any task), else raise UsageError."""
+    """Return the split and the index in the options; the index is None if any task will do.
+
+    Raises:
+        UsageError: the split does not exist, or the index is not a whole number from 0 on.
+    """
     split = options.get("split", "train")
     if split not in splits:
         raise UsageError(f"no split {split!r}", hints=choices(str(split), splits))
@@ -72,7 +80,11 @@ def asked_for(
 
 
 def given_task(task: Any) -> Task:
-    """Return the task of `options["task"]`, a `Task` or its `to_dict()`, else raise UsageError."""
+    """Return the task in `options["task"]`, which is a `Task` or the result of its `to_dict()`.
+
+    Raises:
+        UsageError: it is neither.
+    """
     if isinstance(task, Task):
         return task
     try:
@@ -89,22 +101,24 @@ class Draft(NamedTuple):
     """A problem before it is assigned to a split."""
 
     key: str
-    """Decides the split; equal for problems that differ only in their wording."""
+    """The key that decides the split; it is equal for problems that differ only in wording."""
     data: Mapping[str, Any]
     split: str | None = None
     """The split, if the data itself names one."""
 
 
 class GeneratedTasks(TaskSource):
-    """An endless source of tasks drawn from `make_draft`; fixed sequences are seeded with `name`.
+    """An endless source of random tasks.
 
-    `make_draft` draws one random problem, from the given generator and nowhere else.
+    Args:
+        name: seeds the fixed sequence of each split.
+        make_draft: draws a random problem from the given generator only.
     """
 
     def __init__(self, name: str, make_draft: Callable[[random.Random], Draft]) -> None:
         self.name = name
         self._make_draft = make_draft
-        # The fixed sequence of each split, as far as it has been requested.
+        # The fixed sequence of each split, up to the highest index requested so far.
         self._rngs = {split: random.Random(f"{name}/{split}") for split in SPLITS}
         self._tasks: dict[str, list[Task]] = {split: [] for split in SPLITS}
         self._keys: dict[str, set[str]] = {split: set() for split in SPLITS}
@@ -121,7 +135,11 @@ class GeneratedTasks(TaskSource):
         raise self._exhausted(split, 0)
 
     def at(self, index: int, split: str) -> Task:
-        """Return the task of that index, each of another key; raise UsageError after the last."""
+        """Return the task with this index, all with different keys.
+
+        Raises:
+            UsageError: the generator has no more distinct tasks, or the index is too large.
+        """
         if index >= _MAX_INDEX:
             raise UsageError(f"index {index} is too far; {self.name} counts up to {_MAX_INDEX}")
         rng, tasks, keys = self._rngs[split], self._tasks[split], self._keys[split]
@@ -146,7 +164,7 @@ def _task_of(draft: Draft, split: str) -> Task:
 
 
 class SampledTasks(TaskSource):
-    """The tasks of an environment that chooses them itself: `sample_task` as a source."""
+    """A source for environments that choose their tasks themselves, by `sample_task`."""
 
     def __init__(
         self,
@@ -155,7 +173,7 @@ class SampledTasks(TaskSource):
         notes: Sequence[str] = (),
     ) -> None:
         self.notes = notes
-        """What is to be said about the splits before a run."""
+        """Notes about the splits, which are shown before a run."""
         self._sample = sample
         self._count = count
 
@@ -168,7 +186,7 @@ class SampledTasks(TaskSource):
         return self._sample(rng, {"split": split})
 
     def at(self, index: int, split: str) -> Task:
-        """Return the environment's task of that index."""
+        """Return the environment's task with this index."""
         return self._sample(np.random.default_rng(0), {"split": split, "index": index})
 
 
@@ -176,13 +194,16 @@ class SampledTasks(TaskSource):
 
 
 class SeedTasks(TaskSource):
-    """Tasks that consist of a `seed`, for environments of other libraries; even seeds train."""
+    """Tasks that consist of a `seed`, for environments of other libraries.
+
+    Even seeds are in the split "train", odd seeds in "test".
+    """
 
     def draw(self, rng: np.random.Generator, split: str) -> Task:
         """Draw a random seed of the split."""
         return self.at(int(rng.integers(2**30)), split)
 
     def at(self, index: int, split: str) -> Task:
-        """Return the seed of that index."""
+        """Return the task of the seed with this index."""
         seed = 2 * index + (split == "test")
         return Task(id=f"{split}/{seed}", data={"seed": seed}, split=split)

@@ -1,4 +1,4 @@
-"""Makes the task source of an environment from what `tasks=` holds: data, or a source."""
+"""Make the task source of an environment from its argument `tasks=`: data, or a source."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ T = TypeVar("T")
 
 SETTINGS = ("data", "test", "fields", "where", "skip_broken", "heldout")
 MOST_IN_MEMORY = 50_000
-"""Rows up to which all are read when they are opened: checked, distinct, split by their keys."""
+"""Up to this number of rows, all are read and checked when they are opened, see `RowTasks`."""
 FEW_ROWS = 20
-"""Below this, nothing is held out: one or two tasks would measure nothing."""
+"""With fewer rows nothing is held out, because one or two tasks measure nothing."""
 
 MakeDraft = Callable[[SourceRow], Draft]
 
 
 def open_tasks(given: Any, make_draft: MakeDraft) -> TaskSource:
-    """Return the task source that `tasks=` stands for.
+    """Return the task source for the argument `tasks=` of an environment.
 
-    `given` is a TaskSource, or data in any form that `open_rows` takes; or a mapping of settings:
+    `given` is a TaskSource; or data in any form that `open_rows` accepts; or a mapping of settings:
 
-        data         the rows; of several splits, `test` (or `validation`) is held out
-        test         rows that are held out
-        fields       names of the columns, where they differ: {"question": "problem"}
-        where        only rows whose fields have these values: {"level": {"max": 3}}
-        skip_broken  leave rows out of which no task can be made
-        heldout      the share that is held out without a test split [0.1]; 0 trains on all rows
+        data         the rows; if they have several splits, `test` (or `validation`) is held out
+        test         held-out rows
+        fields       columns by field, if their names differ: {"question": "problem"}
+        where        conditions that rows must fulfil: {"level": {"max": 3}}
+        skip_broken  whether to leave out rows of which no task can be made
+        heldout      the share that is held out if there is no test split [0.1]; 0 trains on all
 
-    The source's `notes` say what was held out.
+    The source's `notes` describe what was held out.
     """
     if is_source(given):
         return cast(TaskSource, given)
     settings = _settings(given)
-    named = [settings["data"], settings.get("test")]
-    if not all(isinstance(place, str | Path | None) for place in named):
+    locations = [settings["data"], settings.get("test")]
+    if not all(isinstance(location, str | Path | None) for location in locations):
         return _opened(make_draft, **settings)
-    return _opened_once(make_draft, tuple(map(_state, named)), **settings)
+    return _opened_once(make_draft, tuple(map(_state, locations)), **settings)
 
 
 def is_source(given: Any) -> bool:
-    """Return whether this hands out tasks itself."""
+    """Return whether the object is a task source."""
     return all(callable(getattr(given, name, None)) for name in ("draw", "at", "num_tasks"))
 
 
@@ -74,8 +74,8 @@ def _settings(given: Any) -> dict[str, Any]:
 
 
 def read_once(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function with a memory: a thousand environments of a run read their data once."""
-    # Arguments are kept, so that no other function gets the address that the key holds.
+    """Cache the function's results, so the many environments of a run read their data only once."""
+    # The arguments are stored, too, so that no other object gets the address in a key's repr.
     memory: dict[str, tuple[object, T]] = {}
 
     @wraps(function)
@@ -106,13 +106,13 @@ def _opened(
     train, held_out = _splits(data, test)
     if held_out is not None and heldout:
         raise UsageError("heldout and a test split: give one of them")
-    is_meant = row_filter(where)
+    is_selected = row_filter(where)
     num_rows = len(train) + (0 if held_out is None else len(held_out))
     share = TEST_SHARE if heldout is None else float(heldout)
     if num_rows > MOST_IN_MEMORY:
         if where:
-            train = _selected(train, is_meant)
-            held_out = None if held_out is None else _selected(held_out, is_meant)
+            train = _selected(train, is_selected)
+            held_out = None if held_out is None else _selected(held_out, is_selected)
         source: Any = LargeRowTasks(
             name, train, make_draft, test=held_out, heldout=share, skip_broken=skip_broken
         )
@@ -123,7 +123,7 @@ def _opened(
             make_draft,
             test=held_out,
             skip_broken=skip_broken,
-            is_meant=is_meant,
+            is_meant=is_selected,
             heldout=share,
             few_rows=FEW_ROWS if heldout is None else 0,
         )
@@ -136,17 +136,17 @@ def _opened_once(make_draft: MakeDraft, states: object, **settings: Any) -> Task
     return _opened(make_draft, **settings)
 
 
-def _state(place: str | Path | None) -> tuple[int, int] | None:
-    """Return size and time of a file, by which it is seen that it is another one now."""
+def _state(location: str | Path | None) -> tuple[int, int] | None:
+    """Return the size and the modification time of a file, which change when it is replaced."""
     try:
-        state = Path(place or "").expanduser().stat()
+        state = Path(location or "").expanduser().stat()
     except OSError:
         return None
     return state.st_size, state.st_mtime_ns
 
 
 def _splits(data: Any, test: Any) -> tuple[Rows, Rows | None]:
-    """Return the rows to train on and those to hold out."""
+    """Return the training rows, and the held-out rows if the data has them."""
     splits = open_splits(data)
     train = splits.get("train")
     held_out = splits.get("test", splits.get("validation"))
@@ -159,14 +159,14 @@ def _splits(data: Any, test: Any) -> tuple[Rows, Rows | None]:
             hints=[f"name one: {data}:{next(iter(splits))}" if isinstance(data, str) else None],
         )
     if train is None:
-        # Only a test split: it is evaluated on.
+        # The data has only a test split, for evaluation.
         assert held_out is not None
         train = SelectedRows(held_out, np.zeros(0, np.int64))
     return train, held_out
 
 
-def _selected(rows: Rows, is_meant: Callable[[SourceRow], bool]) -> Rows:
-    chosen = [index for index, row in enumerate(rows) if is_meant(row)]
+def _selected(rows: Rows, is_selected: Callable[[SourceRow], bool]) -> Rows:
+    chosen = [index for index, row in enumerate(rows) if is_selected(row)]
     return SelectedRows(rows, np.array(chosen, np.int64))
 
 

@@ -1,4 +1,4 @@
-"""Tasks made from more rows than one wants in memory: each is read when it is drawn."""
+"""Tasks made from data sets that are too large for memory; a row is read when it is drawn."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from areal_gym.types import Task
 
 MAX_HELD_OUT = 1_000
 _MOST_SKIPPED = 1_000
-"""Rows in a row whose question is held out, or that are broken, after which it is said."""
+"""The number of successive unusable rows (broken or held out) after which an error is raised."""
 
 
 class LargeRowTasks(TaskSource):
-    """Tasks of rows that are never all in memory.
+    """Tasks made from rows that are never all in memory.
 
-    Without `test`, up to 1,000 rows are held out: always the same ones of the same data. No
-    held-out question is trained on: a training row with the same key is passed over for the next.
-    Repeated rows of the training split are separate tasks, because they are not compared. A
-    broken row is a DataError when it is drawn, or with `skip_broken` passed over.
+    Without `test`, up to 1,000 rows are held out, always the same ones of the same data. No
+    held-out question is trained on: if a training row has the same key, the next row is taken.
+    Equal rows of the training split are separate tasks, because rows are not compared. Drawing a
+    broken row raises DataError, or takes the next row with `skip_broken`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LargeRowTasks(TaskSource):
     ) -> None:
         self.name = name
         self.notes: Sequence[str] = ()
-        """What is to be said about the splits before a run."""
+        """Notes about the splits, which are shown before a run."""
         self.num_skipped = 0
         self._make_draft = make_draft
         self._skip_broken = skip_broken
@@ -80,7 +80,7 @@ class LargeRowTasks(TaskSource):
         return self.at(int(rng.integers(num_tasks)), split)
 
     def at(self, index: int, split: str) -> Task:
-        """Return the task of that index, in the order of the rows."""
+        """Return the task with this index, in the order of the rows."""
         num_tasks = self.num_tasks(split) or 0
         if index >= num_tasks:
             raise UsageError(
@@ -89,8 +89,8 @@ class LargeRowTasks(TaskSource):
         if split == "test":
             return self._heldout[index]
         for offset in range(min(num_tasks, _MOST_SKIPPED)):
-            place = (index + offset) % num_tasks
-            row = self._train[place if self._indices is None else int(self._indices[place])]
+            number = (index + offset) % num_tasks
+            row = self._train[number if self._indices is None else int(self._indices[number])]
             draft = self._draft(row)
             if draft is not None and draft.key not in self._heldout_keys:
                 return task_of_row(row, draft, "train")

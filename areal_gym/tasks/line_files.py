@@ -1,7 +1,7 @@
-"""Rows of text files: JSON lines, and CSV by the standard library.
+"""Rows of text files: JSON lines, and CSV with the standard library.
 
-A file is scanned once for where its rows begin (a gigabyte takes about half a second); a row is
-read and parsed when it is asked for. A file that is larger than memory opens in eight bytes a row.
+A file is scanned once to find where its rows begin (a gigabyte takes about half a second); a row is
+read and parsed when it is requested. An open file takes eight bytes of memory per row.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from areal_gym.utils.command_words import quoted
 from areal_gym.utils.files import path_hints
 
 MAX_ROW = 2**26
-"""Bytes of the longest row that is read: no prompt has as many, so it is a mistake."""
+"""The maximum size of a row in bytes; no prompt is that long, so it must be a mistake."""
 _MAX_JSON = 2**30
-"""Bytes of a `.json` file, which has to be read whole."""
+"""The maximum size of a `.json` file in bytes, as it has to be read completely."""
 _CHUNK = 2**22
 _SPACES = np.isin(np.arange(256), list(b" \t\r\v\f\n"))
 
 
 class _Bytes:
-    """A file for reading at any place, by any thread; a compressed one is unpacked first."""
+    """A file that threads read at any offset; a compressed file is unpacked first."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,14 +58,14 @@ class _Bytes:
         self._modified_ns = state.st_mtime_ns
 
     def chunks(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        """Yield the file piece by piece, each with its place."""
+        """Yield the file's content in chunks, each with its offset."""
         position = 0
         while chunk := self.at(position, _CHUNK):
             yield position, np.frombuffer(chunk, np.uint8)
             position += len(chunk)
 
     def at(self, start: int, size: int) -> bytes:
-        """Return the bytes from a place on."""
+        """Return `size` bytes from the offset `start` on."""
         try:
             return os.pread(self._descriptor, size, start)
         except OSError as error:
@@ -91,7 +91,7 @@ def _unpack(packed: int, unpacked: int) -> None:
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    """Return the error of a file that cannot be read."""
+    """Return the error for a file that cannot be read."""
     reason = getattr(error, "strerror", None) or str(error)
     return DataError(f"cannot read {path}: {reason}", hints=path_hints(path))
 
@@ -109,7 +109,7 @@ def _decoded(raw: bytes, where: str, *, is_first: bool) -> str:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Return the value of a JSON text, or raise DataError."""
+    """Parse a JSON text; raise DataError with `where` if it is not valid."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -125,19 +125,19 @@ def parse_json(text: str, where: str) -> Any:
 
 
 class _FileRows(Rows):
-    """Rows between places in a file."""
+    """Rows of a file, given the offsets at which they start."""
 
     _unit: str
-    """What a row is called in messages: a line, a row."""
+    """The word for a row in messages: "line" or "row"."""
 
     def __init__(self, file: _Bytes, starts: NDArray[np.int64], label: str) -> None:
         self.name = str(file.path)
         self._file = file
         self._label = label
         self._starts = starts
-        """Where each line begins, and last the end of the file."""
+        """The offset of each line, and at the end the size of the file."""
         self._kept: NDArray[np.int64] | None = None
-        """Numbers of the lines that are rows; None: all of them."""
+        """The numbers of the lines that are rows; None if all lines are."""
         sizes = np.diff(starts)
         if sizes.size and (longest := int(sizes.argmax())) >= 0 and sizes[longest] > MAX_ROW:
             raise DataError(
@@ -171,7 +171,7 @@ class _FileRows(Rows):
 
 
 class JsonLineRows(_FileRows):
-    """A file with one JSON object a line; blank lines are passed over."""
+    """A file with a JSON object per line; blank lines are skipped."""
 
     _unit = "line"
 
@@ -193,9 +193,9 @@ class JsonLineRows(_FileRows):
 
 
 def _lines(file: _Bytes) -> tuple[NDArray[np.int64], list[int]]:
-    """Return where the lines begin (and the file ends), and the numbers of the blank ones."""
+    """Return the offsets of the lines and of the file's end, and the numbers of blank lines."""
     pieces, maybe_blank = [np.zeros(1, np.int64)], []
-    begins = True  # a line begins with the chunk
+    begins = True  # whether a line begins at the chunk's start
     for position, chunk in file.chunks():
         firsts = np.flatnonzero(chunk == 10) + 1
         starts = firsts[firsts < len(chunk)]
@@ -220,9 +220,9 @@ def _lines(file: _Bytes) -> tuple[NDArray[np.int64], list[int]]:
 
 
 class CsvRows(_FileRows):
-    """A CSV or TSV file whose first row names the columns; every cell is a text.
+    """A CSV or TSV file whose first row names the columns; every cell is a string.
 
-    Quoted cells may hold delimiters and line breaks. Rows are counted from the one below the names.
+    Quoted cells may contain delimiters and line breaks. Row 1 is the first one below the names.
     """
 
     _unit = "row"
@@ -233,7 +233,7 @@ class CsvRows(_FileRows):
         file = _Bytes(path)
         first = file.at(0, 2**16).split(b"\n", 1)[0]
         is_tsv = ".tsv" in path.suffixes
-        # Spreadsheets of half of Europe write semicolons.
+        # Spreadsheet programs write semicolons in countries with decimal commas.
         is_semicolons = b"," not in first and b";" in first
         self._delimiter = "\t" if is_tsv else ";" if is_semicolons else ","
         starts = _records(file, self._delimiter)
@@ -241,7 +241,7 @@ class CsvRows(_FileRows):
             starts = _records_one_by_one(file, self._delimiter)
         self.names = self._header(file, starts)
         super().__init__(file, starts[1:] if len(starts) > 1 else starts, label)
-        self._kept = self._rows_that_are_not_blank()
+        self._kept = self._rows_with_content()
 
     def _header(self, file: _Bytes, starts: NDArray[np.int64]) -> list[str]:
         if len(starts) < 2:
@@ -260,7 +260,7 @@ class CsvRows(_FileRows):
             raise DataError(f"{where}: {problem}", hints=["the first line names the columns"])
         return names
 
-    def _rows_that_are_not_blank(self) -> NDArray[np.int64] | None:
+    def _rows_with_content(self) -> NDArray[np.int64] | None:
         sizes = np.diff(self._starts)
         short = np.flatnonzero(sizes <= 2)
         blank = [number for number in short.tolist() if not self._raw(number).strip(b"\r\n")]
@@ -280,7 +280,7 @@ class CsvRows(_FileRows):
 
     def _cells(self, text: str, where: str) -> list[str]:
         try:
-            # An odd number of quotes is a quote that is not closed, or one in the middle of a cell.
+            # An odd number of quotes: one is not closed, or one is inside an unquoted cell.
             is_strict = text.count('"') % 2 == 1
             lines = io.StringIO(text, newline="")
             records = list(csv.reader(lines, delimiter=self._delimiter, strict=is_strict))
@@ -292,10 +292,10 @@ class CsvRows(_FileRows):
 
 
 def _records(file: _Bytes, delimiter: str) -> NDArray[np.int64] | None:
-    """Return where the records begin; None if a quote stands where it says nothing.
+    """Return the offsets of the records; None if quotes occur inside unquoted cells.
 
-    A line break ends a record where the number of quotes before it is even. That holds if every
-    quote that opens a cell follows a delimiter, a line break, or the quote that it doubles.
+    A line break ends a record if the number of quotes before it is even. This rule is valid only
+    if every opening quote follows a delimiter, a line break, or the quote that it doubles.
     """
     before_opening = np.isin(np.arange(256), list(f'\n\r"{delimiter}'.encode()))
     pieces = [np.zeros(1, np.int64)]
@@ -322,7 +322,7 @@ def _records(file: _Bytes, delimiter: str) -> NDArray[np.int64] | None:
 
 
 def _records_one_by_one(file: _Bytes, delimiter: str) -> NDArray[np.int64]:
-    """Return where the records begin, by reading all of them: some microseconds each."""
+    """Return the offsets of the records by parsing all of them, some microseconds each."""
     position = 0
     starts = [0]
 
@@ -345,7 +345,7 @@ def _records_one_by_one(file: _Bytes, delimiter: str) -> NDArray[np.int64]:
 
 
 def read_json(path: Path, label: str) -> Rows:
-    """Return the rows of a `.json` file, which holds a list of objects."""
+    """Return the rows of a `.json` file, which has to be a list of objects."""
     file = _Bytes(path)
     if file.size > _MAX_JSON:
         raise DataError(

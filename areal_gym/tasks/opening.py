@@ -1,4 +1,4 @@
-"""Opens data in any form: objects of Python, files, folders, data sets of the hub."""
+"""Open data in any form: Python objects, files, folders, data sets on the hub."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ _FORMS = (
 
 
 def open_rows(data: Any, *, split: str | None = None) -> Rows:
-    """Open data: count its rows and look at some of them; each is read when it is asked for.
+    """Open data: count its rows and check a sample of them; a row is read when it is requested.
 
-    `data` is a list of dicts, an iterable, a pandas DataFrame, a data set of `datasets`, a path, or
-    an id of the hub (`NAME[:SUBSET][:SPLIT]`). With several splits, the training split is
-    opened unless `split` says which.
+    Args:
+        data: a list of dicts, an iterable, a pandas DataFrame, a data set of `datasets`, a path, or
+            an id on the hub (`NAME[:SUBSET][:SPLIT]`).
+        split: the split to open if there are several; by default, it is "train".
 
     Raises:
-        DataError: it is missing or broken; the message names the row.
+        DataError: the data is missing or broken; the message names the row.
         NothingToDoError: there are no rows.
-        ConfigError: it takes a package that is not installed.
+        ConfigError: a package that is needed is not installed.
     """
     if isinstance(data, Rows):
         return data
@@ -61,7 +62,7 @@ def open_rows(data: Any, *, split: str | None = None) -> Rows:
 
 
 def open_splits(data: Any) -> dict[str, Rows]:
-    """Open data that may have several splits; see `open_rows`. Without splits it is `train`."""
+    """Open data that may have several splits, see `open_rows`; without splits, it is "train"."""
     if isinstance(data, str | Path):
         return {name: checked_rows(rows) for name, rows in _named(data).items()}
     splits = data if _is_splits(data) else {"train": data}
@@ -74,12 +75,12 @@ def open_splits(data: Any) -> dict[str, Rows]:
 
 
 def describe(data: Any) -> str:
-    """Return what messages call the data."""
+    """Return the name of the data in messages."""
     return str(data) if isinstance(data, str | Path) else "rows"
 
 
 def _is_splits(data: Any) -> bool:
-    """Return whether this maps names to data sets (a `DatasetDict` does)."""
+    """Return whether the object maps names to data sets, such as a `DatasetDict`."""
     return isinstance(data, Mapping) and all(
         isinstance(name, str) and not isinstance(rows, int | float | bool | None)
         for name, rows in data.items()
@@ -104,7 +105,7 @@ def _from_object(data: Any, name: str) -> Rows:
 
 
 def _named(data: str | Path) -> dict[str, Rows]:
-    """Return the splits of a file, a folder, or a data set of the hub."""
+    """Return the splits of a file, a folder, or a data set on the hub."""
     path = Path(data).expanduser()
     if path.is_dir():
         return _folder(path)
@@ -115,7 +116,7 @@ def _named(data: str | Path) -> dict[str, Rows]:
 
 
 def read_rows(path: Path) -> Rows:
-    """Return the rows of a file, which may be none; see `open_rows`."""
+    """Return the rows of a file, which may have none; see `open_rows`."""
     reader = _READERS.get(_suffix(path))
     if reader is not None and not (reader is read_parquet and path.suffix == ".gz"):
         return reader(path, path.name.split(".")[0])
@@ -131,7 +132,7 @@ def _suffix(path: Path) -> str:
 
 
 def _folder(path: Path) -> dict[str, Rows]:
-    """Return the splits of a folder: of `save_to_disk`, or by the names of its files."""
+    """Return the splits of a folder from `save_to_disk`, or of data files by their names."""
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         saved = load_saved(path)
         splits = saved if isinstance(saved, Mapping) else {"train": saved}
@@ -152,7 +153,7 @@ def _folder(path: Path) -> dict[str, Rows]:
 
 
 def _split_of_file(file: Path) -> str:
-    """Return the split that a file's name begins with, as on the hub: `test-00000-of-00001`."""
+    """Return the split with which a file's name begins, as on the hub: `test-00000-of-00001`."""
     word = re.split(r"[^a-z]", file.name.lower())[0]
     return {"valid": "validation", "val": "validation", "dev": "validation"}.get(
         word, word if word in _SPLITS else "train"
@@ -168,7 +169,7 @@ def _hub(id: str) -> dict[str, Rows]:
 
 
 def hub_splits(name: str, subset: str | None, split: str | None = None) -> dict[str, Rows]:
-    """Return the splits of a data set on the Hugging Face hub, or one of them."""
+    """Return the splits of a data set on the Hugging Face hub, or only `split`."""
     label = name.rpartition("/")[2]
     return {
         key: DatasetRows(rows, f"{name}, split {key}", f"{label}-{key}")

@@ -1,4 +1,4 @@
-"""Conditions on rows, and their fields: a row that does not fit is a DataError that names it."""
+"""Filter rows and read their fields; errors about a row name it."""
 
 from __future__ import annotations
 
@@ -10,40 +10,44 @@ from areal_gym.tasks.rows import SourceRow
 
 
 def row_filter(where: Mapping[str, Any] | None) -> Callable[[SourceRow], bool]:
-    """Return a filter of rows: for each field a value, a list of values, or a range.
+    """Return a function that tests whether a row fulfils the conditions in `where`.
 
-    Other conditions are a UsageError.
+    A condition of a field is a value, a list of values, or a range.
 
     Example: `row_filter({"subject": "Algebra", "type": ["a", "b"], "level": {"max": 3}})`
+
+    Raises:
+        UsageError: a range is not valid.
     """
     conditions = dict(where or {})
-    for name, wanted in conditions.items():
-        if isinstance(wanted, Mapping) and (not wanted or not {"min", "max"} >= set(wanted)):
+    for name, condition in conditions.items():
+        is_range = isinstance(condition, Mapping)
+        if is_range and (not condition or not {"min", "max"} >= set(condition)):
             raise UsageError(
-                f"where {name} = {dict(wanted)!r}", hints=["a range has a min, a max, or both"]
+                f"where {name} = {dict(condition)!r}", hints=["a range has a min, a max, or both"]
             )
 
-    def is_meant(row: SourceRow) -> bool:
+    def is_selected(row: SourceRow) -> bool:
         for name in conditions:
             if name not in row.data:
                 raise DataError(
                     f"{row.where}: no field {name!r} to filter by", hints=choices(name, row.data)
                 )
-        return all(_fits(row.data[name], wanted) for name, wanted in conditions.items())
+        return all(_fulfils(row.data[name], condition) for name, condition in conditions.items())
 
-    return is_meant
+    return is_selected
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, Mapping):
+def _fulfils(value: Any, condition: Any) -> bool:
+    if isinstance(condition, Mapping):
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
-        return bool(wanted.get("min", value) <= value <= wanted.get("max", value))
-    return value in wanted if isinstance(wanted, list | tuple) else bool(value == wanted)
+        return bool(condition.get("min", value) <= value <= condition.get("max", value))
+    return value in condition if isinstance(condition, list | tuple) else bool(value == condition)
 
 
 def text_field(row: SourceRow, name: str) -> str:
-    """Return the row's field of that name: a number or text, and not blank; else DataError."""
+    """Return a field as text; raise DataError unless it is a number or a text with content."""
     if name not in row.data:
         raise DataError(f"{row.where}: no field {name!r}", hints=choices(name, row.data))
     value = row.data[name]
@@ -55,7 +59,7 @@ def text_field(row: SourceRow, name: str) -> str:
 
 
 def texts_field(row: SourceRow, name: str) -> list[str]:
-    """Return the row's field of that name: a list of texts that are not blank, else DataError."""
+    """Return a field with a list of texts; raise DataError if it is not one, or one is blank."""
     values = row.data[name]
     is_list = isinstance(values, list) and bool(values)
     if not is_list or not all(isinstance(value, str) and value.strip() for value in values):

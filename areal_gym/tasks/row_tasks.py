@@ -1,4 +1,4 @@
-"""Tasks made from rows of data."""
+"""Tasks made from rows of data that fit into memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ NO_TASK_HINTS = ("give more rows, or rows for both: tasks={data: FILE, test: FIL
 class RowTasks:
     """Tasks made from the rows of files or data sets, in their order.
 
-    Without `test`, rows may say to which split they belong; of others, the share `heldout` is held
-    out by a hash of their keys, and nothing of fewer distinct rows than `few_rows`. With `test`,
-    that is the test split, and tasks whose keys occur in it are left out of the training split.
-    Rows that are not meant are counted in `num_filtered`, and with `skip_broken` those of which no
-    task can be made in `num_skipped`; else a broken row is a DataError that names file and line.
-    No rows at all are a NothingToDoError.
+    Args:
+        name: the data's name in messages.
+        train: the rows of the training split, or without `test` of both splits.
+        make_draft: makes a task from a row.
+        test: the rows of the test split; training tasks with the same keys are left out.
+        skip_broken: whether rows of which no task can be made are left out, counted in
+            `num_skipped`.
+        is_meant: tests whether a row is used; others are left out, counted in `num_filtered`.
+        heldout: without `test`, the share of rows that is held out, by a hash of their keys; rows
+            may also name their split.
+        few_rows: nothing is held out if there are fewer distinct rows than this.
+
+    Raises:
+        DataError: no task can be made of a row; the message has file and line.
+        NothingToDoError: there are no rows.
     """
 
     def __init__(
@@ -41,12 +50,12 @@ class RowTasks:
     ) -> None:
         self.name = name
         self.notes: Sequence[str] = ()
-        """What is to be said about the splits before a run."""
+        """Notes about the splits, which are shown before a run."""
         self._heldout = heldout
         self.num_skipped = 0
         self.num_filtered = 0
         self.num_contaminated = 0
-        """Training rows that were left out because the test split has the same question."""
+        """The number of training rows left out because the test split has the same question."""
         self._is_meant = is_meant
         self._make_draft = make_draft
         self._skip_broken = skip_broken
@@ -77,7 +86,7 @@ class RowTasks:
         return tasks[int(rng.integers(len(tasks)))]
 
     def at(self, index: int, split: str) -> Task:
-        """Return the task of that index, in the file's order; raise UsageError beyond the last."""
+        """Return the task with this index, in the file's order, or raise UsageError."""
         tasks = self._of(split)
         if index >= len(tasks):
             raise UsageError(
@@ -86,7 +95,7 @@ class RowTasks:
         return tasks[index]
 
     def _read(self, rows: Iterable[SourceRow], split: str | None) -> list[tuple[str, Task]]:
-        """Return each row's key and task; without `split`, the row or its key decides it."""
+        """Return the key and task of each row; without `split`, the row or its key decides it."""
         keyed = []
         for row in rows:
             if self._is_meant is not None and not self._is_meant(row):
@@ -101,8 +110,8 @@ class RowTasks:
                 continue
             if draft.split not in (None, *SPLITS):
                 raise DataError(f"{row.where}: split {draft.split!r} is not one of {SPLITS}")
-            of = split or draft.split or split_of(draft.key, self._heldout)
-            keyed.append((draft.key, task_of_row(row, draft, of)))
+            row_split = split or draft.split or split_of(draft.key, self._heldout)
+            keyed.append((draft.key, task_of_row(row, draft, row_split)))
         return keyed
 
     def _of(self, split: str) -> list[Task]:
@@ -115,19 +124,19 @@ class RowTasks:
 
 
 def with_skip_hint(error: DataError, name: str) -> DataError:
-    """Return the error of a row with the setting that passes over such rows."""
+    """Return the error about a row, with a hint about the setting that skips such rows."""
     setting = f"env.kwargs.tasks={{data: {name}, skip_broken: true}}"
     return DataError(error.message, hints=[*error.hints, f"leave such rows out: '{setting}'"])
 
 
 def task_of_row(row: SourceRow, draft: Draft, split: str) -> Task:
-    """Return the task of a row; its id follows the content: an edited row is another task."""
+    """Return the task of a row; its id depends on the content, so an edited row is another task."""
     id = f"{row.label}-{content_hash(draft.data)[:8]}"
     return Task(id=id, data=draft.data, split=split)
 
 
 def question_of(task: Task) -> str:
-    """Return what a task asks: its field `question` or `prompt`, else all fields as text."""
+    """Return the question of a task: its field `question` or `prompt`, else all fields as text."""
     for name in ("question", "prompt", "messages"):
         value = task.data.get(name)
         if isinstance(value, tuple) and value and isinstance(value[-1], Mapping):
@@ -138,5 +147,5 @@ def question_of(task: Task) -> str:
 
 
 def key_of_text(text: str) -> str:
-    """Return the key of a question in words: spaces and case are ignored."""
+    """Return the key of a question in plain text, which ignores white space and case."""
     return " ".join(text.split()).casefold()

@@ -1,9 +1,9 @@
-"""Rows of data, wherever they come from: counted, in order, each read when it is asked for.
+"""Rows of data from any source, as a sequence of known length; a row is read when requested.
 
-    Rows           the contract: `len(rows)`, `rows[i]`, `rows.columns`, iteration
+    Rows           the interface: `len(rows)`, `rows[i]`, `rows.columns`, iteration
     SequenceRows   objects in memory: a list of dicts
-    SpooledRows    whatever can only be iterated: a generator, a stream; kept on disk if large
-    JoinedRows     several of them, one after the other
+    SpooledRows    an iterable, such as a generator or a stream; stored on disk if it is large
+    JoinedRows     several data sets, one after another
 
 Files are in `line_files` (JSON lines, CSV) and `tables` (Parquet, `datasets`, pandas).
 """
@@ -28,31 +28,31 @@ from numpy.typing import NDArray
 from areal_gym.errors import DataError, GymError, NothingToDoError
 
 NUM_SAMPLED = 100
-"""Rows at the beginning, and as many spread over the rest, that are read when data is opened: they
-show the columns and most mistakes. All others are read, and checked, when they are asked for."""
+"""When data is opened, this many rows at the beginning and as many spread over the rest are read,
+which shows the columns and most mistakes. All others are checked when they are requested."""
 _MAX_IN_MEMORY = 2**26
 _MAX_SPOOLED = 2**36
-"""Bytes of a stream that are kept: an endless generator ends here, not at the end of the disk."""
+"""The maximum bytes of a stream that are stored, so an endless generator does not fill the disk."""
 
 
 class SourceRow(NamedTuple):
-    """One row and its place."""
+    """A row and the place that it comes from."""
 
     where: str
-    """The place in messages: `questions.jsonl, line 3`."""
+    """The row's place in messages: `questions.jsonl, line 3`."""
     label: str
-    """The place in task ids: `questions/3`."""
+    """The row's place in task ids: `questions/3`."""
     data: Mapping[str, Any]
 
 
 class Rows(ABC):
-    """The rows of one data set, in order, for any number of readers at once.
+    """The rows of one data set, in order; several threads may read.
 
     `rows[i]` raises a DataError that names the row if it is broken.
     """
 
     name: str
-    """The data in messages: a path, an id of the hub, `rows`."""
+    """The data's name in messages: a path, an id on the hub, or `rows`."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class Rows(ABC):
 
     @abstractmethod
     def _read(self, index: int) -> SourceRow:
-        """Return the row of an index that exists."""
+        """Return the row of a valid index."""
 
     def __getitem__(self, index: int) -> SourceRow:
         """Return a row; a negative index counts from the end."""
@@ -70,12 +70,12 @@ class Rows(ABC):
         return self._read(index % size)
 
     def __iter__(self) -> Iterator[SourceRow]:
-        """Read one row after the other."""
+        """Read one row after another."""
         return map(self._read, range(len(self)))
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """The names of the rows' fields, in order; of long data, those of about 200 rows."""
+        """The names of the rows' fields, in order; in large data, those of about 200 rows."""
         return tuple(dict.fromkeys(name for row in self.sample() for name in row.data))
 
     def sample(self) -> Iterator[SourceRow]:
@@ -90,7 +90,7 @@ class Rows(ABC):
 
 
 def checked_rows(rows: Rows) -> Rows:
-    """Return the rows after a look at some of them; none at all are a NothingToDoError."""
+    """Check a sample of the rows and return them; raise NothingToDoError if there are none."""
     if not len(rows):
         raise NothingToDoError(f"{rows.name} has no rows")
     assert rows.columns is not None  # reads the sample: a broken row raises now
@@ -98,7 +98,7 @@ def checked_rows(rows: Rows) -> Rows:
 
 
 def row_object(row: Any, where: str) -> Mapping[str, Any]:
-    """Return a row that is an object, else raise DataError."""
+    """Return the row if it is an object with text keys; raise DataError otherwise."""
     if not isinstance(row, Mapping):
         raise DataError(
             f"{where}: a row is an object, not {type(row).__name__}",
@@ -127,7 +127,7 @@ class SequenceRows(Rows):
 
 
 class SpooledRows(Rows):
-    """Rows of an iterable, which is read once, here; beyond 64 MB they lie in a temporary file."""
+    """Rows of an iterable, which the constructor reads; beyond 64 MB, a temporary file has them."""
 
     def __init__(self, rows: Iterable[Any], name: str, label: str | None = None) -> None:
         self.name = name
@@ -162,7 +162,7 @@ class SpooledRows(Rows):
         return SourceRow(f"{self.name}, row {index + 1}", label, pickle.loads(raw))
 
     def _guarded(self, rows: Iterable[Any]) -> Iterator[Any]:
-        """Yield the rows; an exception of the iterable itself is named with its row."""
+        """Yield the rows; raise DataError with the row's number if the iterable raises."""
         num_read = 0
         try:
             for row in rows:
@@ -191,7 +191,7 @@ class SpooledRows(Rows):
 
 
 class JoinedRows(Rows):
-    """Several data sets as one, in their order."""
+    """Several data sets, one after another, as one."""
 
     def __init__(self, parts: Sequence[Rows], name: str) -> None:
         self.name = name
@@ -208,7 +208,7 @@ class JoinedRows(Rows):
 
 
 class SelectedRows(Rows):
-    """Some rows of others, in their order."""
+    """Selected rows of a data set, in order."""
 
     def __init__(self, rows: Rows, indices: NDArray[np.int64]) -> None:
         self.name = rows.name
@@ -223,7 +223,7 @@ class SelectedRows(Rows):
 
 
 def unnamed_file(directory: str | None = None) -> int:
-    """Return the descriptor of a new temporary file that is gone when it is closed."""
+    """Return the descriptor of a new temporary file, which is deleted when it is closed."""
     descriptor, path = tempfile.mkstemp(dir=directory)
     os.unlink(path)
     return descriptor

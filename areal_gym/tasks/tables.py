@@ -1,4 +1,4 @@
-"""Rows of tables: Parquet files and Arrow tables, pandas, and data sets of `datasets`."""
+"""Rows of Parquet files, Arrow tables, pandas DataFrames, and data sets of `datasets`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from areal_gym.tasks.rows import Rows, SourceRow, row_object
 from areal_gym.utils.files import path_hints
 
 _MAX_IN_MEMORY = 2**25
-"""Bytes of a Parquet file that are unpacked in memory; others are unpacked to a temporary file."""
+"""The size in bytes up to which Parquet data is unpacked in memory, not to a temporary file."""
 _BATCH = 1_000
 _BUFFER = 2**20
-"""Bytes of a column that are read at once; otherwise whole row groups are."""
+"""The bytes of a column that are read at once, instead of whole row groups."""
 _NEEDS_DATA = ("install it: pip install 'areal-gym[data]'",)
 
 
@@ -58,9 +58,9 @@ def read_parquet(path: Path, label: str) -> Rows:
         raise ConfigError(f"{problem}: it takes the package pyarrow", hints=_NEEDS_DATA) from None
     try:
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER) as file:
-            about = file.metadata
-            groups = range(about.num_row_groups)
-            size = sum(about.row_group(number).total_byte_size for number in groups)
+            metadata = file.metadata
+            groups = range(metadata.num_row_groups)
+            size = sum(metadata.row_group(number).total_byte_size for number in groups)
             batches = file.iter_batches(_BATCH, use_threads=False)
             if size > _MAX_IN_MEMORY:
                 return ArrowRows(_unpacked(pyarrow, batches, file.schema_arrow), str(path), label)
@@ -71,7 +71,7 @@ def read_parquet(path: Path, label: str) -> Rows:
 
 
 def _unpacked(pyarrow: Any, batches: Iterable[Any], schema: Any) -> list[Any]:
-    """Return the batches from a temporary file that is mapped into memory and has no name."""
+    """Write the batches to a temporary file without a name, and map it into memory."""
     descriptor, path = tempfile.mkstemp(suffix=".arrow")
     try:
         with os.fdopen(descriptor, "wb") as sink, pyarrow.ipc.new_file(sink, schema) as writer:
@@ -84,7 +84,7 @@ def _unpacked(pyarrow: Any, batches: Iterable[Any], schema: Any) -> list[Any]:
 
 
 def arrow_rows(table: Any, name: str) -> Rows:
-    """Return the rows of whatever hands out Arrow data: a table of pyarrow or polars."""
+    """Return the rows of an object that exports Arrow data: a table of pyarrow or polars."""
     try:
         import pyarrow
     except ImportError:
@@ -113,10 +113,10 @@ class FrameRows(Rows):
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell of pandas as Python has it."""
+    """Return a cell of pandas as a Python object; None if it is missing."""
     if hasattr(value, "tolist"):  # a number or an array of numpy
         value = value.tolist()
-    # NaN, NaT and NA differ from themselves, or cannot tell.
+    # NaN is not equal to itself; NaT and NA cannot be compared.
     is_missing = type(value).__name__ in ("NAType", "NaTType") or (
         isinstance(value, float) and value != value
     )
@@ -124,33 +124,36 @@ def _plain(value: Any) -> Any:
 
 
 class DatasetRows(Rows):
-    """Rows of a `datasets.Dataset`; pictures are `{"bytes": ..., "path": ...}`, not decoded."""
+    """Rows of a `datasets.Dataset`; images stay encoded, as `{"bytes": ..., "path": ...}`."""
 
     def __init__(self, dataset: Any, name: str, label: str | None = None) -> None:
         self.name = name
         features = dataset.features or {}
-        shown = [column for column, feature in features.items() if _has_pictures(feature)]
+        image_columns = [column for column, feature in features.items() if _has_images(feature)]
         self._columns = list(features)
-        # `datasets` would decode pictures by its own rules, and raise without naming the row.
-        self._pictures = dataset.select_columns(shown).with_format("arrow") if shown else None
-        self._dataset = dataset.remove_columns(shown) if shown else dataset
-        self._has_others = len(shown) < len(features)
+        self._images = None
+        self._dataset = dataset
+        if image_columns:
+            # `datasets` would decode images by its own rules, and raise without naming the row.
+            self._images = dataset.select_columns(image_columns).with_format("arrow")
+            self._dataset = dataset.remove_columns(image_columns)
+        self._has_others = len(image_columns) < len(features)
         self._label = name if label is None else label
 
     def __len__(self) -> int:
-        return len(self._dataset if self._pictures is None else self._pictures)
+        return len(self._dataset if self._images is None else self._images)
 
     def _read(self, index: int) -> SourceRow:
         where = f"{self.name}, row {index + 1}"
         row = row_object(self._dataset[index] if self._has_others else {}, where)
-        if self._pictures is not None:
-            given = {**row, **self._pictures[index : index + 1].to_pylist()[0]}
-            row = {column: given[column] for column in self._columns}
+        if self._images is not None:
+            unordered = {**row, **self._images[index : index + 1].to_pylist()[0]}
+            row = {column: unordered[column] for column in self._columns}
         return SourceRow(where, f"{self._label}/{index + 1}", row)
 
 
-def _has_pictures(feature: Any) -> bool:
-    """Return whether a feature of `datasets` is a picture, or a list of pictures."""
+def _has_images(feature: Any) -> bool:
+    """Return whether a feature of `datasets` is an image, or a list of images."""
     inner = getattr(feature, "feature", None) or (feature[0] if isinstance(feature, list) else None)
     return type(inner or feature).__name__ == "Image"
 
@@ -159,7 +162,7 @@ def load_hub(name: str, subset: str | None, split: str | None = None) -> Mapping
     """Return the splits of a data set on the Hugging Face hub, or of one in the cache.
 
     Raises:
-        DataError: it cannot be had: no network, no such data set.
+        DataError: there is no network, or no such data set.
         ConfigError: the package `datasets` is not installed.
     """
     problem = f"cannot load the data set {name} from the hub"
@@ -175,7 +178,7 @@ def load_hub(name: str, subset: str | None, split: str | None = None) -> Mapping
     try:
         with _cache_without_hub(name) as unreached:
             loaded = datasets.load_dataset(path=name, name=subset, split=split)
-    except Exception as error:  # of requests, huggingface_hub, pyarrow, ...
+    except Exception as error:  # from requests, huggingface_hub, pyarrow, ...
         if isinstance(error, ConnectionError) and unreached:
             raise DataError(
                 f"{problem}: {unreached}, and the cache has no such data set",
@@ -186,7 +189,7 @@ def load_hub(name: str, subset: str | None, split: str | None = None) -> Mapping
                     "then give a file of it: .jsonl, .csv, .parquet",
                 ),
             ) from error
-        # The data set was not generated: what says why stands behind that.
+        # The reason is the cause of a DatasetGenerationError.
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         reason = str(cause or error).strip().splitlines()
         raise DataError(
@@ -198,9 +201,9 @@ def load_hub(name: str, subset: str | None, split: str | None = None) -> Mapping
 
 @contextlib.contextmanager
 def _cache_without_hub(name: str) -> Iterator[str]:
-    """Let `datasets` use its cache at once if the hub cannot be reached; yield why not, or "".
+    """Let `datasets` use its cache at once if the hub cannot be reached.
 
-    Its own retries take half a minute.
+    Otherwise its retries take half a minute. Yields the reason why the hub is not used, or "".
     """
     import datasets
     from huggingface_hub import HfApi, constants
@@ -226,7 +229,7 @@ def _cache_without_hub(name: str) -> Iterator[str]:
 
 
 def load_saved(folder: Path) -> Any:
-    """Return what `save_to_disk` wrote to a folder: one data set, or one for each split."""
+    """Return the content of a folder from `save_to_disk`: a data set, or one for each split."""
     problem = f"cannot read {folder}"
     try:
         import datasets
