@@ -337,7 +337,7 @@ def test_show_describes_arguments_that_a_class_inherits(cli, engine, other):
     code, out, _ = cli("show", engine)
     assert code == 0
     assert f'`interrupt` is "abort" or "{other}".' in out
-    assert "num_servers: servers to start." in out
+    assert "num_servers: the number of servers to start." in out
 
 
 def test_plugins_command_lists_distributions(cli):

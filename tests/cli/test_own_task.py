@@ -114,7 +114,7 @@ def test_own_prompts_and_classes_are_played(folder, capsys, monkeypatch):
         (["play", "my_env.py"], ["no environment 'my_env.py'", "my_env.py:CLASS"]),
         (["play", "my_env.py:Gues"], ["no environment 'Gues'", "did you mean 'Guess'?"]),
         (["play", "my_env.py:Other"], ["my_env.py:Other is no environment", "TextEnv"]),
-        (["play", "my_env.py:make_other"], ["makes a Other, which is not an environment"]),
+        (["play", "my_env.py:make_other"], ["makes a Other, which is no environment"]),
         (["play", "broken.py:X"], ["ZeroDivisionError", "broken.py, line 3"]),
         (["play", "my_evn.py:Guess"], ["my_evn.py", "did you mean"]),
         (["play", "--data", "promts.jsonl", "--reward", "exact"], ["did you mean"]),
