@@ -1,1 +1,1 @@
-"""Destinations of metrics besides `metrics.jsonl`; `base` has the contract."""
+"""Destinations of metrics besides `metrics.jsonl`; `base` defines the interface."""

@@ -1,9 +1,9 @@
-"""The logger contract: a destination of metrics besides `metrics.jsonl`.
+"""The interface of loggers, which send metrics to destinations besides `metrics.jsonl`.
 
-A logger is a class; a run's settings name its keyword arguments. It refuses wrong ones when it is
-made, before the run has waited for anything. Afterwards it may be slow and it may fail: its methods
-are called one after another on a thread of its own, and their errors are reported once and counted
-(`loggers/failures/ID`), but never stop the run::
+A logger is a class whose keyword arguments are in the run's settings. The constructor raises an
+error for wrong arguments, before the run starts. Afterwards a logger may be slow and may fail: its
+methods are called one after another in a separate thread, and their errors are reported once and
+counted (`loggers/failures/ID`), but never stop the run::
 
     class Csv:
         def __init__(self, separator: str = ",") -> None: ...
@@ -27,26 +27,26 @@ class MetricsLogger(Protocol):
     def open(
         self, directory: Path, *, name: str, config: Mapping[str, Any], first_step: int
     ) -> str:
-        """Begin a run, or continue the one that was begun in `directory`.
+        """Start a run, or continue the one that was started in `directory`.
 
         Args:
-            directory: the logger's own part of the run directory; it exists. Files in it are of
-                the same run before it was interrupted, and are continued.
-            name: the run's name, for people.
+            directory: the logger's folder in the run directory, which exists. If it has files,
+                they are from the same run before an interruption.
+            name: the run's name to display.
             config: the run's settings, as plain values.
-            first_step: the first step that will be logged. If an interrupted run logged it or
-                later ones, the run has lost them and makes them again.
+            first_step: the first step that will be logged. Steps from there on that were logged
+                before an interruption are lost and repeated.
 
         Returns:
-            Where people see the metrics: an address, or a command.
+            A URL or a command with which users see the metrics.
         """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record values by name (docs/metrics.md); some may be NaN or infinite.
 
         A step is logged once with its training metrics. Its evaluation is logged separately and
-        later, so that steps do not only grow.
+        later, so `step` may be lower than in the call before.
         """
 
     def close(self) -> None:
-        """Finish, after everything has arrived."""
+        """Send everything that is left, and finish."""

@@ -45,15 +45,15 @@ class WandbLogger:
     """Records a run in Weights & Biases; a resumed run continues the same one.
 
     Args:
-        project: where the run appears.
-        entity: user or team that owns the project; by default the one that is logged in.
-        group: runs of one group are shown together.
-        tags: words to find the run by.
+        project: the project in which the run appears.
+        entity: the user or team that owns the project; by default the one that is logged in.
+        group: the name of a group of runs that are shown together.
+        tags: labels for searching.
         mode: "online", "offline" (everything stays in the run directory until `wandb sync`) or
-            "disabled"; by default the environment's `WANDB_MODE`, and "online" without.
+            "disabled"; by default the environment variable `WANDB_MODE`, or else "online".
 
     Raises:
-        ConfigError: an unknown mode; or the mode is online without a login.
+        ConfigError: the mode is unknown, or it is online and there is no login.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class WandbLogger:
         mode: str | None = None,
     ) -> None:
         self._mode = mode or os.environ.get("WANDB_MODE", "online")
-        self._where: dict[str, Any] = {"project": project, "entity": entity, "group": group}
-        self._where["tags"] = tuple(tags)
+        self._options: dict[str, Any] = {"project": project, "entity": entity, "group": group}
+        self._options["tags"] = tuple(tags)
         if self._mode not in _MODES:
             message = f"the logger wandb has no mode {self._mode!r}"
             raise ConfigError(message, hints=[f"there are: {', '.join(_MODES)}"])
         if self._mode == "online":
-            # wandb would ask for a login on the terminal, in the middle of the display.
+            # Otherwise wandb would ask for a login on the terminal, in the middle of the display.
             import wandb
 
             if not wandb.login(prompt=False, verify=False):
@@ -93,17 +93,17 @@ class WandbLogger:
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12])
         self._run = wandb.init(
-            **self._where,
+            **self._options,
             mode=self._mode,
             dir=directory,
             id=id_file.read_text(),
             resume="allow",
             name=name,
             config=dict(config),
-            # Its output would mix with the display's, which is not a log.
+            # wandb's output would mix with the display on the terminal.
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # Its own count only grows; ours goes back when a run is resumed, and evaluations come late.
+        # wandb's own steps only increase; ours decrease after a resume, and for late evaluations.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         if self._mode == "online":
@@ -123,16 +123,16 @@ class TrackioLogger:
     """Records a run in Trackio's own directory; a resumed run continues the same one.
 
     Args:
-        project: where the run appears: `trackio show --project areal-gym`.
-        group: runs of one group are shown together.
-        space_id: a Hugging Face Space, "user/name", that gets the metrics instead.
+        project: the project in which the run appears: `trackio show --project areal-gym`.
+        group: the name of a group of runs that are shown together.
+        space_id: a Hugging Face Space, "user/name", to which the metrics are sent instead.
     """
 
     def __init__(
         self, project: str = "areal-gym", group: str | None = None, space_id: str | None = None
     ) -> None:
         self._project = project
-        self._where = {"group": group, "space_id": space_id}
+        self._options = {"group": group, "space_id": space_id}
 
     def open(
         self, directory: Path, *, name: str, config: Mapping[str, Any], first_step: int
@@ -140,7 +140,7 @@ class TrackioLogger:
         """Begin or continue Trackio's run."""
         import trackio
 
-        # Trackio continues runs by name, and another directory's run may have this one's.
+        # Trackio continues runs by name, and a run of another directory may have the same name.
         name_file = directory / "name"
         is_known = name_file.exists()
         if not is_known:
@@ -155,9 +155,9 @@ class TrackioLogger:
                 embed=False,
                 auto_log_gpu=False,
                 auto_log_cpu=False,
-                **self._where,
+                **self._options,
             )
-        space = self._where["space_id"]
+        space = self._options["space_id"]
         if space is not None:
             return f"https://huggingface.co/spaces/{space}"
         return f"trackio show --project {self._project} (run {name})"
@@ -171,4 +171,4 @@ class TrackioLogger:
         import trackio
 
         with contextlib.redirect_stdout(sys.stderr):
-            trackio.finish()  # the run by itself would be finished again at the program's end
+            trackio.finish()  # run.finish() would be called again when the program ends

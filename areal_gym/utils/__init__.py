@@ -1,1 +1,1 @@
-"""Helpers without words of reinforcement learning: files, threads, statistics, text."""
+"""General helpers that know nothing of reinforcement learning: files, threads, statistics, text."""

@@ -1,4 +1,4 @@
-"""Jobs that write files, one after the other in a thread, beside an event loop."""
+"""Run jobs that write files in a thread, one after another, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class BackgroundWriter:
-    """Runs jobs in their order. What a job raises, the next call raises; later jobs still run.
+    """Runs jobs in order. The next call raises the error of a failed job; later jobs still run.
 
     Args:
-        name: the thread's.
-        most_waiting: how many jobs may wait before `write` waits: what they hold stays in memory.
+        name: the name of the thread.
+        most_waiting: the number of unfinished jobs from which on `write` waits, to limit memory.
     """
 
     def __init__(self, name: str, most_waiting: int = 2) -> None:
@@ -22,12 +22,12 @@ class BackgroundWriter:
         self._jobs: deque[Future[object]] = deque()
 
     def start(self, job: Callable[[], object]) -> None:
-        """Start a job, however many wait."""
+        """Add a job without waiting."""
         self._raise_errors()
         self._jobs.append(self._thread.submit(job))
 
     async def write(self, job: Callable[[], object]) -> None:
-        """Start a job, as soon as few enough others wait."""
+        """Add a job; wait before while `most_waiting` jobs are unfinished."""
         while len(self._jobs) >= self._most_waiting:
             await asyncio.to_thread(wait, [self._jobs[0]])
             self._raise_errors()
@@ -39,7 +39,7 @@ class BackgroundWriter:
         self._raise_errors()
 
     def close(self) -> None:
-        """End the thread once all jobs have ended; raises nothing. Idempotent."""
+        """Wait for all jobs and end the thread; errors of jobs are not raised. Idempotent."""
         self._thread.shutdown()
 
     def _raise_errors(self) -> None:

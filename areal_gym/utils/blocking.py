@@ -1,4 +1,4 @@
-"""Running a coroutine to its end from synchronous code, and interrupting it."""
+"""Run a coroutine from synchronous code, and handle interrupts."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _ONE_PRESS_S = 1.0
-"""Two signals within this time are one Ctrl-C: parent programs pass on what the terminal sent."""
+"""Signals within this time count as one Ctrl-C, because parent programs may send it, too."""
 
 
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine like `asyncio.run`; where a loop is running (notebooks), on another thread.
+    """Run a coroutine as `asyncio.run` does; if a loop is running (notebooks), in another thread.
 
     An interrupt (see `interruptible`) cancels the coroutine, waits for its cleanup, and raises
     KeyboardInterrupt.
     """
-    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
     is_interrupted = False
 
     async def announced() -> T:
         task = asyncio.current_task()
         assert task is not None
-        begun.append((asyncio.get_running_loop(), task))
+        started.append((asyncio.get_running_loop(), task))
         return await main
 
     def interrupt() -> None:
         nonlocal is_interrupted
         is_interrupted = True
-        if not begun:
+        if not started:
             raise KeyboardInterrupt
-        loop, task = begun[0]
+        loop, task = started[0]
         loop.call_soon_threadsafe(task.cancel)
 
     run = asyncio.run if asyncio._get_running_loop() is None else _run_beside
@@ -61,17 +61,17 @@ def _run_beside(main: Coroutine[Any, Any, T]) -> T:
         except BaseException as error:
             end.set_exception(error)
 
-    # Output of the thread belongs to the notebook cell that called.
+    # With the caller's context, the thread's output appears below the same notebook cell.
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(work,), name="areal-gym-run", daemon=True).start()
     return end.result()
 
 
 async def unbroken(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which a cancellation does not reach; the next wait raises it.
+    """Return the result of `work`, without cancelling it if the caller is cancelled.
 
-    That holds for several in a row: a cancellation is put off until the caller waits for something
-    else.
+    The cancellation is raised when the caller next waits for something else, also after several
+    calls of this function.
     """
     task = asyncio.create_task(work)
     is_cancelled = False
@@ -92,7 +92,7 @@ def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
     """Call `on_interrupt` once on Ctrl-C, SIGTERM or SIGHUP inside this context.
 
     A second Ctrl-C, more than a second later, raises KeyboardInterrupt at once. Signals that other
-    code handles or ignores are left alone, and so are all signals outside of the main thread.
+    code handles or ignores stay as they are; so do all signals outside the main thread.
     """
     first_s: float | None = None
 
@@ -106,9 +106,9 @@ def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        usual = {signal.default_int_handler, signal.SIG_DFL}
+        defaults = {signal.default_int_handler, signal.SIG_DFL}
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) in usual}
+        before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) in defaults}
     try:
         for number in before:
             signal.signal(number, note)

@@ -1,4 +1,4 @@
-"""The cache directory of what can be made again: starter policies, search indexes."""
+"""The cache directory, for files that can be made again: starter policies, search indexes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areal_gym.errors import TrainError
 
 
 def cache_directory() -> Path:
-    """Return AREAL_GYM_CACHE or the user's cache directory. It may not exist yet."""
+    """Return AREAL_GYM_CACHE or the user's cache directory, which may not exist yet."""
     chosen = os.environ.get("AREAL_GYM_CACHE")
     return Path(chosen) if chosen else platformdirs.user_cache_path("areal-gym")
 

@@ -1,8 +1,8 @@
-"""The changed elements of an array: where they are and how they changed, compressed.
+"""Encode the changed elements of an array: their positions and differences, compressed.
 
-Positions are sorted and kept as the gaps between them; changes are differences of the elements'
-bits as integers. Both are mostly small numbers, whose bytes are compressed plane by plane (zlib).
-The result is exact for every type, because no arithmetic of floating-point numbers takes part.
+Positions are sorted and stored as gaps; changes are differences of the elements' bits, taken as
+integers. Both are mostly small numbers, whose bytes are compressed plane by plane (zlib). The
+result is exact for every type, because no floating-point arithmetic is used.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ Bits = np.ndarray[Any, np.dtype[Any]]
 """A flat array of unsigned integers: the bits of another array's elements."""
 
 _LEVEL = 1
-"""zlib's quickest: higher levels save a tenth of the bytes and take several times as long."""
+"""The fastest level of zlib; higher ones save a tenth of the bytes and take several times longer.
+"""
 
 
 def as_bits(raw: Bits, itemsize: int) -> Bits:
-    """Return the elements, of 1, 2, 4 or 8 bytes, of an array of bytes; nothing is copied."""
+    """View an array of bytes as unsigned integers of 1, 2, 4 or 8 bytes, without a copy."""
     return raw.view(f"<u{itemsize}")
 
 
@@ -33,7 +34,7 @@ def checksum(bits: Bits) -> str:
 
 
 def encode_changes(old: Bits, new: Bits) -> tuple[int, bytes]:
-    """Return how many elements differ, and what `apply_changes` makes `new` of `old` with."""
+    """Return the number of elements that differ, and the encoded changes for `apply_changes`."""
     positions = np.flatnonzero(old != new)
     gaps = np.diff(positions, prepend=0).astype(_gap_type(len(new)))
     changes = new[positions] - old[positions]  # unsigned integers wrap around
@@ -42,17 +43,17 @@ def encode_changes(old: Bits, new: Bits) -> tuple[int, bytes]:
 
 
 def apply_changes(array: Bits, num_changed: int, encoded: bytes) -> None:
-    """Change the elements of `array` in place.
+    """Apply encoded changes to `array` in place.
 
     Raises:
-        DataError: the changes are damaged, or of another array.
+        DataError: the changes are damaged, or belong to another array.
     """
     gap_type, width = _gap_type(len(array)), array.dtype.itemsize
     num_bytes = num_changed * (gap_type.itemsize + width)
     if not 0 <= num_changed <= len(array):
         raise DataError(f"{num_changed} changes of an array of {len(array)} elements")
     try:
-        # One byte more than expected is enough to see that there are too many.
+        # One byte more than expected is enough to detect excess data.
         decompressor = zlib.decompressobj()
         raw = decompressor.decompress(encoded, num_bytes + 1)
     except zlib.error as error:
@@ -73,7 +74,7 @@ def _gap_type(length: int) -> np.dtype[Any]:
 def _planes(values: Bits) -> Bits:
     """Return the lowest bytes of all values, then the second ones, and so on."""
     planes = values.view(np.uint8).reshape(len(values), values.dtype.itemsize).T
-    return np.ascontiguousarray(planes).reshape(-1)  # `tobytes` would hold Python's lock
+    return np.ascontiguousarray(planes).reshape(-1)  # `tobytes` would hold the interpreter lock
 
 
 def _from_planes(raw: bytes, dtype: np.dtype[Any]) -> Bits:

@@ -1,4 +1,4 @@
-"""Imports what a reference names: `FILE.py:NAME` or `package.module:NAME`."""
+"""Import the object of a code reference: `FILE.py:NAME` or `package.module:NAME`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_code_reference(text: str) -> bool:
 
 
 def absolute_reference(reference: str) -> str:
-    """Return `FILE.py:NAME` with an absolute path; other references as they are."""
+    """Return `FILE.py:NAME` with an absolute path, and other references unchanged."""
     file, _, name = reference.rpartition(":")
     if not file.endswith(".py"):
         return reference
@@ -34,9 +34,10 @@ def absolute_reference(reference: str) -> str:
 
 
 def load_reference(reference: str, what: str = "function") -> Any:
-    """Import what the reference names; `what` is the noun of error messages.
+    """Import the object of a reference; `what` is the noun for it in error messages.
 
-    A file may import modules beside it. A dotted name is an attribute: `rewards.py:Strict.score`.
+    A file may import modules in its folder. A dotted name is an attribute:
+    `rewards.py:Strict.score`.
 
     Raises:
         ConfigError: the file or module does not load, or has no such name.
@@ -62,7 +63,7 @@ def load_reference(reference: str, what: str = "function") -> Any:
 
 
 def load_module(name: str) -> ModuleType:
-    """Import a module by its full name, or the Python file at a path; raises ConfigError."""
+    """Import a module by its full name, or a Python file by its path; raise ConfigError."""
     is_file = name.endswith(".py")
     try:
         return _load_file(*_version(Path(name))) if is_file else import_module(name)
@@ -88,7 +89,7 @@ def _version(path: Path) -> tuple[Path, int]:
 
 @cache
 def _load_file(path: Path, changed_ns: int) -> ModuleType:
-    """Execute a file; one that has changed since is executed again (notebooks)."""
+    """Execute a file as a module; a changed file is executed again, for notebooks."""
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     name = f"areal_gym_file_{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -108,7 +109,7 @@ def _load_file(path: Path, changed_ns: int) -> ModuleType:
 
 
 def _line(error: BaseException, file: str) -> str:
-    """Return where in the file it failed; Python says so itself of syntax errors."""
+    """Return the line of the file that raised; messages of syntax errors have it already."""
     if isinstance(error, SyntaxError) or not file.endswith(".py"):
         return ""
     path = str(Path(file).absolute())

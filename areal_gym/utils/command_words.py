@@ -1,4 +1,4 @@
-"""Command lines: those that settings give, and those that messages say."""
+"""Split the command lines in settings, and quote paths for those in messages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def command_words(command: str | Sequence[object] | None) -> list[str]:
-    """Return the words of a command line; a text is split as a shell splits it."""
+    """Return the words of a command line; a string is split as a shell does."""
     return shlex.split(command) if isinstance(command, str) else [str(c) for c in command or ()]
 
 
 def quoted(path: object) -> str:
-    """Return a path as a person types it in a shell: in quotes where it needs them."""
+    """Return a path as it is typed in a shell, in quotes if necessary."""
     return shlex.quote(str(path))

@@ -1,4 +1,4 @@
-"""Files that stay readable after crashes and on full disks: atomic ones, and JSON lines."""
+"""Write files that stay readable after crashes and on full disks, and read them: JSON, YAML."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from areal_gym.errors import DataError, TrainError
 from areal_gym.utils.packed_numbers import PackedNumbers
 
 MAX_JSON_DEPTH = 300
-"""How deep untrusted JSON may be nested; recursive readers can handle 1,000."""
-_MOST_NEIGHBOURS = 1000  # how many names of a directory a mistyped name is compared with
+"""The maximum depth of untrusted JSON; recursive readers can handle 1,000."""
+_MOST_NEIGHBOURS = 1000  # the number of names in a directory compared with a mistyped name
 MOST_BYTES = 2**28
-"""The limit of a file that is read whole, and of a line: no record of a run is larger."""
+"""The maximum size of a file that is read as a whole, and of a line; no record is larger."""
 MOST_VALUES = 2**18
-"""The limit of values in a YAML file; a run has some hundred settings."""
-_MOST_MERGED = 16  # the limit of aliases in a YAML file with merges, which multiply them
+"""The maximum number of values in a YAML file; a run has some hundred settings."""
+_MOST_MERGED = 16  # the maximum number of aliases in a YAML file with merges, which multiply them
 _MOST_YAML = 2**24
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ELOOP}
@@ -49,14 +49,16 @@ def path_hints(path: Path) -> list[str]:
 
 
 def write_atomic(file: Path, data: str | bytes | Iterable[str], *, is_synced: bool = True) -> None:
-    """Replace the content of `file` atomically: it has the old content, or all of the new.
+    """Replace the content of `file` atomically: it has either the old or the new content.
 
-    Several texts are written one by one, as they come: large files need little memory.
-
-    With `is_synced` it waits until the content is on the disk; else a power cut may lose it.
+    Args:
+        file: the path; its directory is created.
+        data: the content; the texts of an iterable are written one by one, to save memory.
+        is_synced: whether to wait until the content is on the disk; otherwise a power cut may
+            lose it.
 
     Raises:
-        TrainError: the disk is full.
+        TrainError: the disk is full or not writable.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     texts: Iterable[str | bytes] = [data] if isinstance(data, str | bytes) else data
@@ -72,7 +74,7 @@ def write_atomic(file: Path, data: str | bytes | Iterable[str], *, is_synced: bo
                     os.fsync(stream.fileno())
             temporary.replace(file)
             if is_synced:
-                # The rename survives a power cut only when the directory is on the disk too.
+                # The rename survives a power cut only if the directory is on the disk, too.
                 descriptor = os.open(file.parent, os.O_RDONLY)
                 try:
                     os.fsync(descriptor)
@@ -106,7 +108,7 @@ def readable_disk_errors(path: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a directory; of a link, only the link."""
+    """Delete a file, a directory, or a link (but not its target)."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -114,16 +116,16 @@ def remove(path: Path) -> None:
 
 
 def append_text(file: Path, text: str) -> None:
-    """Append text to a file, like `append_bytes`."""
+    """Append text to a file, see `append_bytes`."""
     append_bytes(file, text.encode("utf-8", "surrogatepass"))
 
 
 def append_bytes(file: Path, raw: bytes) -> None:
-    """Append to a file: all of the bytes, or nothing.
+    """Append all of the bytes to a file, or nothing.
 
     Raises:
-        TrainError: the disk is full.
-        DataError: it is a link to another file.
+        TrainError: the disk is full or not writable.
+        DataError: the file is a symbolic link.
     """
     with readable_disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -133,14 +135,14 @@ def append_bytes(file: Path, raw: bytes) -> None:
                 if stream.write(raw) != len(raw):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                # Half a line would be glued to the next one.
+                # Otherwise the next line would be appended to half a line.
                 with contextlib.suppress(OSError):
                     stream.truncate(size)
                 raise
 
 
 def open_data(file: Path) -> BinaryIO:
-    """Open a plain file for reading, or raise DataError: a pipe or a device might never end."""
+    """Open a file for reading; raise DataError for a pipe or a device, which might never end."""
     stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         return stream
@@ -149,7 +151,7 @@ def open_data(file: Path) -> BinaryIO:
 
 
 def read_bytes(file: Path, *, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a plain file; raises DataError above `most` bytes."""
+    """Return the content of a plain file; raise DataError if it has more than `most` bytes."""
     with open_data(file) as stream:
         raw = stream.read(most + 1)
     if len(raw) > most:
@@ -158,7 +160,7 @@ def read_bytes(file: Path, *, most: int = MOST_BYTES) -> bytes:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raises DataError if it holds no object."""
+    """Return the object in a JSON file; raise DataError if it has no object."""
     try:
         content = json.loads(read_bytes(file).decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
@@ -169,7 +171,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _open_for_appending(file: Path) -> FileIO:
-    """Open a file, but not through a link; devices such as /dev/null are allowed."""
+    """Open a file, but not by a symbolic link; devices such as /dev/null are allowed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     if not file.is_char_device():
         flags |= os.O_NOFOLLOW
@@ -185,7 +187,7 @@ def _open_for_appending(file: Path) -> FileIO:
 
 
 def read_yaml(file: Path) -> Any:
-    """Return the plain values of a YAML file; raises DataError for others, or too many of them."""
+    """Return the plain values of a YAML file; raise DataError for other or too many values."""
     import yaml
 
     # With libyaml, a list of many runs takes a tenth of the time.
@@ -196,7 +198,7 @@ def read_yaml(file: Path) -> Any:
         content = yaml.load(text, loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DataError(f"{file} is not valid YAML: {error}") from None
-    # An alias is one value in memory, but many values for recursive readers.
+    # Each use of an alias counts, because recursive readers visit it each time.
     waiting, number = [content], 0
     while waiting:
         value = waiting.pop()
@@ -227,10 +229,10 @@ def _require_bounded_yaml(text: bytes, loader: Any) -> None:
 
 
 def read_lines(file: Path, *, skips_torn_end: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON lines file; a torn last line is left out.
+    """Yield the objects of a JSON lines file, without an incomplete last line.
 
-    With `skips_torn_end` it also leaves out whole lines at the end that are not JSON: a crash of
-    the machine can leave such an end.
+    With `skips_torn_end`, complete lines at the end that are not JSON are left out, too: a crash
+    of the machine can cause them.
 
     Raises:
         DataError: a line is not a JSON object, or is longer than `MOST_BYTES`.
@@ -255,7 +257,7 @@ def read_lines(file: Path, *, skips_torn_end: bool = False) -> Iterator[dict[str
 
 
 def _row(line: bytes) -> dict[str, Any] | str:
-    """Return the object in a line, or what is wrong with it."""
+    """Return the object in a line, or the problem with it as a text."""
     try:
         row = json.loads(line.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
@@ -264,10 +266,10 @@ def _row(line: bytes) -> dict[str, Any] | str:
 
 
 def cut_torn_end(file: Path) -> str | None:
-    """Cut off an end that a crash has torn: an unfinished line, and lines that are not JSON.
+    """Cut off what a crash left at a file's end: an incomplete line, and lines that are not JSON.
 
-    What is cut off is added to FILE.torn, so that nothing is lost. The result says in words what
-    was done; it is None when the file was whole.
+    The end is appended to FILE.torn, so nothing is lost. Returns a description of the repair, or
+    None if there was nothing to repair.
     """
     if not file.exists():
         return None
@@ -292,7 +294,7 @@ def cut_torn_end(file: Path) -> str | None:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Return JSON that any language can read: NaN and infinity become null."""
+    """Return standard JSON, with null in place of NaN and infinity."""
     dumps = partial(json.dumps, indent=indent, ensure_ascii=False, default=_plain)
     try:
         return dumps(value, allow_nan=False)
@@ -305,7 +307,7 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if isinstance(value, PackedNumbers):
         return _finite(value.tolist())
-    # numpy's scalars; anything else becomes text for people.
+    # A scalar of numpy becomes a number; any other object becomes text.
     return value.item() if hasattr(value, "item") else str(value)
 
 

@@ -1,4 +1,4 @@
-"""A slower pace for Python's garbage collector, in runs with many small objects."""
+"""Make Python's garbage collector run less often, in runs with many small objects."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _MAX_TIME_SHARE = 0.002
-"""Share of the time that collections may take; 0.01 alone would be the p99 of a loop's lag."""
+"""The share of time that collections may take. A share of 0.01 would determine the p99 lag."""
 _FEWEST, _MOST = 10_000, 2_000_000
 """Bounds of the number of new objects between two collections."""
 
 
 def relax_garbage_collection() -> Callable[[], None]:
-    """Collect reference cycles at most for 0.2% of the time, and never among existing objects.
+    """Limit garbage collection to 0.2% of the time, and exclude objects that exist now.
 
-    Episodes leave no cycles behind, but consist of many small objects while they last. Python's
-    own settings take a fifth of an episode's time with 1,024 in flight. A fixed threshold does not
-    help: with 3,000 in flight, 10,000 new objects between collections gave a lag of the event loop
-    of 48 ms (p99), 100,000 gave 240 ms, and this pace gives 7 ms (`benchmarks/scale.py`).
+    Episodes consist of many small objects, but leave no reference cycles. With 1,024 episodes in
+    flight, Python's default settings take a fifth of the time. A fixed threshold does not help:
+    with 3,000 in flight, 10,000 new objects between collections gave an event-loop lag of 48 ms
+    (p99), 100,000 gave 240 ms, and this function gives 7 ms (`benchmarks/scale.py`).
 
     Returns:
         A function that restores the settings.
@@ -39,10 +39,12 @@ def relax_garbage_collection() -> Callable[[], None]:
 
 
 def next_threshold(threshold: int, collection_s: float, interval_s: float) -> int:
-    """Return how many new objects there may be before the next collection.
+    """Return the number of new objects after which the next collection starts.
 
-    There were `threshold` before the last one, which took `collection_s` and ended `interval_s`
-    after the one before it.
+    Args:
+        threshold: the same number before the last collection.
+        collection_s: the time that the last collection took.
+        interval_s: the time between the ends of the last two collections.
     """
     if collection_s > _MAX_TIME_SHARE * interval_s:
         return min(_MOST, 8 * threshold)

@@ -1,7 +1,7 @@
-"""HTML for notebooks and reports. Standard library only.
+"""Make HTML for notebooks and reports, with the standard library only.
 
-Texts by models and environments are untrusted: they are escaped, and invisible characters are
-shown by their names.
+Texts of models and environments are untrusted: they are escaped, and invisible characters are
+shown as their code points.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNSEEN = re.compile(
     "\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
 
-# Readable on white and on black: notebooks have either.
+# The colors are readable on white and on black, because notebooks may have either.
 _STYLE = """
 .areal-gym { line-height: 1.45; max-width: 900px; }
 .areal-gym table { border-collapse: collapse; margin: 4px 0; }
@@ -40,7 +40,7 @@ _STYLE = """
 
 
 def visible(text: str) -> str:
-    """Return the text with invisible characters replaced by their names."""
+    """Return the text with invisible characters replaced by their code points: `[U+200B]`."""
     return _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
 
 
@@ -77,7 +77,7 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def block(title: str, *parts: str) -> str:
-    """Return an object for a notebook: a heading, if any, and parts in HTML."""
+    """Return the HTML of an object in a notebook: a heading, if any, and parts in HTML."""
     heading = f"<b>{escaped(title)}</b>" if title else ""
     return f'<div class="areal-gym"><style>{_STYLE}</style>{heading}{"".join(parts)}</div>'
 
@@ -89,16 +89,16 @@ def pairs(values: Mapping[str, object]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table with a heading; an empty text without rows."""
+    """Return a table with a header row; an empty string if there are no rows."""
     names = "".join(f"<th>{escaped(name)}</th>" for name in head)
     lines = [f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows]
     return f"<table><thead><tr>{names}</tr></thead>{''.join(lines)}</table>" if lines else ""
 
 
 def dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return messages, colored by their authors: the policy, the environment, the prompt.
+    """Return the HTML of messages, colored by origin: the prompt, the policy, the environment.
 
-    The middle of long dialogues is left out, and the end of long messages.
+    The middle of long dialogues and the end of long messages are left out.
     """
     spoken = [i for i, entry in enumerate(messages) if entry.get("role") == "assistant"]
     num_prompts = spoken[0] if spoken else len(messages)
@@ -116,12 +116,13 @@ def dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def message(entry: Mapping[str, Any], *, origin: str | None = None, fold: int) -> str:
-    """Return one message.
+    """Return the HTML of a message.
 
     Args:
         entry: the message.
-        origin: "prompt", "policy" or "env"; by default from its role.
-        fold: characters shown unfolded; beyond 20 times as many, the message is cut.
+        origin: "prompt", "policy" or "env"; by default its role decides.
+        fold: the number of characters that are shown at once; the next ones, up to 20 times as
+            many, are folded, and the rest is cut.
     """
     role = str(entry.get("role", "?"))
     origin = origin or ("policy" if role == "assistant" else "env")

@@ -1,4 +1,4 @@
-"""Modules that a user's file imports from its own folder: `rewards.py` imports `helpers.py`."""
+"""Find the modules beside a user's file that it imports: `rewards.py` imports `helpers.py`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from areal_gym.errors import ConfigError
 
 
 def neighbours(file: Path) -> list[Path]:
-    """Return the files in the folder, or below it, that the file imports, and that those import.
+    """Return the files in or below the folder that the file imports, directly or indirectly.
 
-    They are found by reading the code, so imports inside functions count and nothing is executed;
-    names that are only made at run time are not found. Installed packages do not count.
+    They are found by parsing the code, without executing it. Imports inside functions are included;
+    names that are made at run time, and installed packages, are not.
     """
     folder = file.absolute().parent
     waiting, files = [file.absolute()], {file.absolute(): None}
@@ -28,9 +28,9 @@ def neighbours(file: Path) -> list[Path]:
 
 
 def require_own_neighbours(file: Path) -> None:
-    """Raise ConfigError if a module beside the loaded file was not what its `import` got.
+    """Raise ConfigError if an `import` of the file got another module than the one beside it.
 
-    Python keeps one module of a name: two folders with a `helpers.py` each cannot both be used.
+    Python has only one module of a name, so a `helpers.py` in two folders cannot be used twice.
     """
     folder = file.absolute().parent
     for name in {name.partition(".")[0] for name in _imported_names(file)}:
@@ -38,11 +38,12 @@ def require_own_neighbours(file: Path) -> None:
         other = getattr(sys.modules.get(name), "__file__", None)
         if spec is None or spec.origin is None or other is None or name in sys.stdlib_module_names:
             continue
-        own, got = Path(spec.origin), Path(other)
-        if got.is_file() and not got.samefile(own) and got.read_bytes() != own.read_bytes():
+        neighbour, loaded = Path(spec.origin), Path(other)
+        is_other = loaded.is_file() and not loaded.samefile(neighbour)
+        if is_other and loaded.read_bytes() != neighbour.read_bytes():
             raise ConfigError(
-                f"{file} imports {name}, and Python has another module of that name: {got}",
-                hints=[f"rename {own}"],
+                f"{file} imports {name}, and Python has another module of that name: {loaded}",
+                hints=[f"rename {neighbour}"],
             )
 
 
@@ -63,7 +64,7 @@ def _imported_files(file: Path, folder: Path) -> Iterator[Path]:
 
 
 def _imported_names(file: Path, folder: Path | None = None) -> Iterator[str]:
-    """Yield the names that the code imports: of `from a import b`, both `a` and `a.b`."""
+    """Yield the names that the code imports; for `from a import b`, it is `a.b`."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -78,7 +79,7 @@ def _imported_names(file: Path, folder: Path | None = None) -> Iterator[str]:
 
 
 def _base(node: ast.ImportFrom, file: Path, folder: Path | None) -> str | None:
-    """Return what `from ... import` starts at; None if it leaves the folder."""
+    """Return the module from which `from ... import` imports; None if it is outside the folder."""
     if not node.level:
         return node.module
     if folder is None or len(parts := file.parent.relative_to(folder).parts) < node.level - 1:

@@ -1,11 +1,11 @@
-"""Immutable sequences of numbers, packed as C arrays: a tenth of a tuple's memory and time.
+"""Immutable sequences of numbers, packed as C arrays, with a tenth of a tuple's memory and time.
 
     Ints((9, 12)) == (9, 12)          compares, hashes, slices, adds and prints as a tuple does
     numpy.asarray(Ints((9, 12)))      int32, read-only, without copying
 
-Tuples of Python's numbers take 36 to 60 bytes and about 50 ns per number and copy: too much for
-batches of millions of tokens. The standard library is enough here; numpy is imported by whoever
-asks for an array.
+Tuples of Python numbers take 36 to 60 bytes and about 50 ns per number and copy, which is too much
+for batches of millions of tokens. The module uses the standard library; numpy is imported only when
+an array is requested.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, cast, overload
 
 _N = TypeVar("_N", int, float, bool)
 
-if sys.byteorder != "little":  # files and messages hold the bytes as they are in memory
+if sys.byteorder != "little":  # files and messages contain the bytes as they are in memory
     raise ImportError("areal_gym needs a little-endian machine")
 
 
 class PackedNumbers(Sequence[_N], Generic[_N]):
-    """The base of `Ints`, `Floats` and `Bools`; `values` are any numbers of that kind.
+    """The base class of `Ints`, `Floats` and `Bools`; `values` are numbers of the type.
 
     Raises:
-        OverflowError: a number is too large for the kind.
-        TypeError: a value is no number of the kind.
+        OverflowError: a number is too large for the type.
+        TypeError: a value is not a number of the type.
     """
 
     __slots__ = ("_make", "_view")
     _view: memoryview[Any]
     _make: Callable[[], PackedNumbers[_N]]
     CODE: ClassVar[str]
-    """The type of the numbers, as `struct` names it."""
+    """The format character of the numbers' type in `struct`."""
     NAME: ClassVar[str]
-    """The type of the numbers, as numpy names it."""
+    """The name of the numbers' type in numpy."""
 
     def __init__(self, values: Iterable[_N] = ()) -> None:
         self._view = self.from_bytes(_bytes_of(values, self.CODE))._view
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview[Any]) -> Self:
-        """Return the numbers whose little-endian bytes are given; they are not copied."""
+        """Return the numbers with these little-endian bytes, which are not copied."""
         numbers = cls.__new__(cls)
         view: memoryview[Any] = memoryview(raw)
         if len(view):  # Python cannot cast an empty view
@@ -55,18 +55,18 @@ class PackedNumbers(Sequence[_N], Generic[_N]):
 
     @classmethod
     def from_array(cls, numbers: Any) -> Self:
-        """Return the numbers of a one-dimensional numpy array, which must not change any more."""
+        """Return the numbers of a 1-D numpy array, which must not be changed afterwards."""
         return cls.from_bytes(memoryview(numbers.astype(cls.NAME, order="C", copy=False)))
 
     @classmethod
     def deferred(cls, make: Callable[[], Self]) -> Self:
-        """Return the numbers that `make` returns; it is called when they are first read."""
+        """Return a sequence whose numbers `make` returns when they are first read."""
         numbers = cls.__new__(cls)
         numbers._make = make
         return numbers
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this for an empty slot, which that of numbers is until they are read.
+        # Python calls this for an unset slot: `_view` is unset until deferred numbers are read.
         if name != "_view":
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self._view = self._make()._view
@@ -75,12 +75,12 @@ class PackedNumbers(Sequence[_N], Generic[_N]):
 
     @classmethod
     def of(cls, values: Iterable[_N]) -> Self:
-        """Return the values themselves if they are packed already, else packed."""
+        """Return the values packed; if they are packed already, return the same object."""
         return values if isinstance(values, cls) else cls(values)
 
     @classmethod
     def joined(cls, parts: Iterable[Sequence[_N]]) -> Self:
-        """Return the numbers of all parts, one part after the other."""
+        """Return the concatenated numbers of all parts."""
         return cls.from_bytes(b"".join(cls.of(part).raw for part in parts))
 
     @classmethod
@@ -109,7 +109,7 @@ class PackedNumbers(Sequence[_N], Generic[_N]):
         return {self.NAME: self.to_text()}
 
     def tolist(self) -> list[_N]:
-        """Return Python's numbers."""
+        """Return the numbers as a list of Python numbers."""
         numbers: list[Any] = self._view.tolist()
         return numbers
 
@@ -133,7 +133,7 @@ class PackedNumbers(Sequence[_N], Generic[_N]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, PackedNumbers):
-            # Equal bytes are equal numbers, NaN included: a record is equal to its copy.
+            # Equal bytes count as equal numbers, even NaN, so that a record equals its copy.
             is_same = self.CODE == other.CODE and self.raw == other.raw
             return is_same or self._view == other._view
         if isinstance(other, tuple | list):
@@ -143,7 +143,7 @@ class PackedNumbers(Sequence[_N], Generic[_N]):
     def __hash__(self) -> int:
         return hash(tuple(self.tolist()))
 
-    # Only with tuples: a list takes packed numbers by +=, and must stay the same list.
+    # Adding is defined for tuples only, so that `list += numbers` extends the list.
     def __add__(self, other: object) -> Self | tuple[Any, ...]:
         if isinstance(other, type(self)):
             return self.joined((self, other))
@@ -158,7 +158,7 @@ class PackedNumbers(Sequence[_N], Generic[_N]):
         return repr(tuple(self.tolist()))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # From 5 on, the bytes may travel beside the pickle; otherwise they are copied into it.
+        # From protocol 5 on, bytes may be sent out of band; before, the pickle has a copy.
         raw = PickleBuffer(self.raw) if protocol >= 5 else bytes(self.raw)
         return type(self).from_bytes, (raw,)
 
@@ -183,13 +183,13 @@ class Ints(PackedNumbers[int]):
 
 
 class Floats(PackedNumbers[float]):
-    """Numbers of 64 bits, as Python's own: log-probabilities."""
+    """Floating-point numbers of 64 bits, such as log-probabilities."""
 
     __slots__ = ()
     CODE, NAME = "d", "float64"
 
     def to_packed(self) -> dict[str, str]:
-        """Return a JSON object, of "float32" where that is as exact: what engines give is."""
+        """Return a JSON object, with the type "float32" if that is exact, as engines' values are."""
         import numpy as np
 
         numbers = np.asarray(self)
@@ -208,10 +208,10 @@ class Bools(PackedNumbers[bool]):
 
 
 def from_packed(value: Any) -> Sequence[Any]:
-    """Return the numbers of a JSON value: a list of them, or what `to_packed` returns.
+    """Return the numbers of a JSON value: a list of numbers, or the result of `to_packed`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the value is neither.
     """
     if isinstance(value, list | tuple | PackedNumbers):
         return value
@@ -225,14 +225,14 @@ def from_packed(value: Any) -> Sequence[Any]:
 
         short = np.frombuffer(b64decode(text, validate=True), "float32")
         return Floats.from_array(short.astype("float64"))
-    kinds: dict[str, type[PackedNumbers[Any]]] = {kind.NAME: kind for kind in (Ints, Floats, Bools)}
-    if name not in kinds:
-        raise ValueError(f"packed numbers of the type {name!r}; known: float32, {', '.join(kinds)}")
-    return kinds[name].from_text(text)
+    types: dict[str, type[PackedNumbers[Any]]] = {cls.NAME: cls for cls in (Ints, Floats, Bools)}
+    if name not in types:
+        raise ValueError(f"packed numbers of the type {name!r}; known: float32, {', '.join(types)}")
+    return types[name].from_text(text)
 
 
 def _bytes_of(values: Iterable[Any], code: str) -> bytes:
-    to_list = getattr(values, "tolist", None)  # arrays, tensors, and packed numbers of other kinds
+    to_list = getattr(values, "tolist", None)  # arrays, tensors, and packed numbers of other types
     if to_list is not None:
         numbers = to_list()
     else:
@@ -241,7 +241,7 @@ def _bytes_of(values: Iterable[Any], code: str) -> bytes:
 
 
 def json_floats(value: Any) -> Sequence[float] | None:
-    """Return numbers from either form; JSON has no NaN, so that lists hold null in its place."""
+    """Return the numbers of a JSON value; in lists, null stands for NaN. None stays None."""
     if value is None:
         return None
     values = from_packed(value)

@@ -1,4 +1,4 @@
-"""One resource per event loop: made on first use, closed together with the loop."""
+"""Resources of event loops, which are made on first use and closed with their loop."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ T = TypeVar("T")
 
 
 class PerLoop(Generic[T]):
-    """Keeps resources of event loops, by key, for everything that runs on the loop.
+    """Stores resources by event loop and key, for all code that runs on the loop.
 
     A resource is closed when its loop shuts down its asynchronous generators, as `asyncio.run`
-    does. Resources do not travel to other processes: a pickled `PerLoop` arrives empty.
+    does. Resources are not sent to other processes: a pickled `PerLoop` is empty.
 
-    `close` closes one resource; it may be a coroutine function of the resource's class.
+    Args:
+        close: closes a resource; it may be a coroutine function of the resource's class.
     """
 
     def __init__(self, close: Callable[[T], Awaitable[object]]) -> None:

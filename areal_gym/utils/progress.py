@@ -85,7 +85,7 @@ def progress_bar(
 
 
 def bar(label: str, done: int, total: int, elapsed_s: float) -> str:
-    """Return a progress bar in HTML; a `total` of 0 is unknown."""
+    """Return a progress bar in HTML; a `total` of 0 means that it is unknown."""
     eta = f", eta {elapsed_s / done * (total - done):.0f} s" if 0 < done < total else ""
     size = f'value="{done}" max="{total}"' if total else ""
     return (

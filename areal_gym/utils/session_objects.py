@@ -1,10 +1,10 @@
-"""Objects of this Python session under names, so that settings, which are text, can name them.
+"""Name objects of this Python session, because settings are text and can contain only names.
 
-    python:exact             a function of a notebook: only this process can find it
-    /home/me/rewards.py:exact   a function of a file: others load it from there
+    python:exact                a function of a notebook, which only this process can find
+    /home/me/rewards.py:exact   a function in a file, which other processes load
 
-`areal_gym.train(reward=exact)` writes such a name into the run's settings. What lies in a file is
-named by the file, so that the command line can go on with the run.
+`areal_gym.train(reward=exact)` writes such a name into the run's settings. An object in a file is
+named after the file, so the command line can continue the run.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _objects: dict[str, Any] = {}
 
 
 def name_of(thing: Any) -> str:
-    """Return the name of an object in settings; the object is kept until the process ends."""
+    """Return the name of an object for settings; the object is stored until the process ends."""
     name = _file_name(thing) or _session_name(thing)
     _objects[name] = thing
     return name
 
 
 def is_session_name(text: object) -> bool:
-    """Return whether the text names an object that only the session that made it can find."""
+    """Return whether the text names an object that only its own session can find."""
     return isinstance(text, str) and text.startswith(PREFIX)
 
 
@@ -36,7 +36,7 @@ def with_objects(value: Any) -> Any:
     """Return settings with the objects of this session in place of their names.
 
     Raises:
-        ConfigError: a name is that of another session's object.
+        ConfigError: a name belongs to an object of another session.
     """
     if isinstance(value, str):
         if value in _objects:
@@ -60,7 +60,7 @@ def with_objects(value: Any) -> Any:
 
 
 def _file_name(thing: Any) -> str | None:
-    """Return where other processes find a function or class; None if they do not."""
+    """Return a code reference to a function or class; None if other processes cannot load it."""
     module, path = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(path, str) or "<" in path:
         return None
@@ -70,7 +70,7 @@ def _file_name(thing: Any) -> str | None:
         target = getattr(target, part, None)
     if target is not thing or file is None:
         return None
-    if "." in module:  # of a package, which imports with relative names
+    if "." in module:  # a module of a package, which may have relative imports
         return f"{module}:{path}"
     return f"{Path(file).absolute()}:{path}" if file.endswith(".py") else None
 

@@ -1,4 +1,4 @@
-"""Statistics that every layer needs. Standard library only."""
+"""Means, confidence intervals, pass@k and resource use, with the standard library only."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ def mean(values: Iterable[float]) -> float:
 
 
 def merge_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return for each key the mean over the rows that have it."""
+    """Return the mean of each key over the rows that have it."""
     keys = sorted({key for row in rows for key in row})
     return {key: mean(row[key] for row in rows if key in row) for key in keys}
 
 
 def wilson_interval(num_successes: float, num_trials: float, *, z: float = 1.96) -> Interval:
-    """Return the 95% score interval of a proportion (Wilson 1927); valid at 0, 1, small samples."""
+    """Return the 95% score interval of a proportion (Wilson 1927).
+
+    It is valid for proportions of 0 and 1, and for small samples.
+    """
     if num_trials == 0:
         return Interval(math.nan, 0.0, 1.0)
     p = num_successes / num_trials
@@ -138,9 +141,9 @@ def cpu_s() -> float:
 
 
 def rss_mb(pid: int | None = None) -> float | None:
-    """Return the memory that a process (by default this one) holds, in 1e6 bytes.
+    """Return the resident memory of a process (by default this one) in 1e6 bytes.
 
-    Without Linux's /proc it is our own peak, and None for others.
+    Without Linux's /proc, it is this process's peak, and None for other processes.
     """
     try:
         with open(f"/proc/{pid or 'self'}/statm") as statm:

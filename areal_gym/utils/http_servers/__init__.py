@@ -1,1 +1,1 @@
-"""Time limits, connection limits and a clean end, for every HTTP server of this package."""
+"""Time limits, connection limits and a clean shutdown for all HTTP servers of this package."""

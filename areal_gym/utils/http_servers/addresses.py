@@ -1,4 +1,4 @@
-"""Addresses that servers listen at, and secrets that their clients send."""
+"""Functions for the addresses of servers and for the secrets of their clients."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from areal_gym.errors import InfrastructureError
 
 
 def http_address(host: str, port: int) -> str:
-    """Return `http://HOST:PORT`, with brackets around a host of IPv6."""
+    """Return `http://HOST:PORT`, with brackets around an IPv6 address."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host."""
+    """Return whether a host is a loopback address, which only this machine can reach."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -32,14 +32,14 @@ def host_name(header: str) -> str:
 
 
 def is_same_secret(given: str, secret: str) -> bool:
-    """Return whether a client knows a secret; headers may contain bytes that are not text."""
+    """Compare a client's secret in constant time; headers may contain bytes that are not text."""
     return hmac.compare_digest(
         given.encode("utf-8", "surrogatepass"), secret.encode("utf-8", "surrogatepass")
     )
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that listens, on any free port for 0, or raise InfrastructureError."""
+    """Open a listening socket; port 0 is any free one. Raises InfrastructureError if it fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
