@@ -189,7 +189,7 @@ class Floats(PackedNumbers[float]):
     CODE, NAME = "d", "float64"
 
     def to_packed(self) -> dict[str, str]:
-        """Return a JSON object, with the type "float32" if that is exact, as engines' values are."""
+        """Return a JSON object; its type is "float32" if that is exact, as for engines' values."""
         import numpy as np
 
         numbers = np.asarray(self)

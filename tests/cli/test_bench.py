@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "performance.md").read_text()
 @pytest.fixture
 def brief(monkeypatch):
     """The fewest rounds."""
-    monkeypatch.setattr(benches, "_SOME_S", 0.0)
+    monkeypatch.setattr(benches, "_PART_S", 0.0)
 
 
 def test_every_benchmark_gives_figures(brief, capsys):
