@@ -1,4 +1,4 @@
-"""Converts messages to tokens and back."""
+"""Convert messages to token ids and back."""
 
 from areal_gym.chat.dialogue import Dialogue, Prompt
 from areal_gym.chat.renderer import Renderer

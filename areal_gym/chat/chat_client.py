@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible chat servers, for users and judges played by language models."""
+"""A client of OpenAI-compatible chat servers, for simulated users and judges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 FIRST_WAIT_S = 0.5
-"""Wait before the second try; doubled for each later one."""
+"""The wait before the second try in seconds; it doubles before each later try."""
 _MAX_WAIT_S = 30.0
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _REFUSED = frozenset({400, 413, 422})
@@ -27,7 +27,7 @@ _MAX_BYTES = 2**23
 
 
 class RefusedError(EnvError):
-    """The server refuses this very request: it is too long for the model's context, mostly."""
+    """The server refuses the request, usually because it is too long for the model's context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ChatReply:
     """`content`, `tool_calls` or both."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """What the server counted; 0 if it does not say."""
+    """The number of tokens that the server counted; 0 if it does not report it."""
 
     @property
     def text(self) -> str:
@@ -47,7 +47,7 @@ class ChatReply:
 
 
 class _Pool:
-    """The connections of one event loop to one server, used by at most `num_at_once` requests."""
+    """The connections of an event loop to a server, for up to `num_at_once` requests at a time."""
 
     def __init__(self, num_at_once: int) -> None:
         import aiohttp
@@ -60,16 +60,23 @@ _pools: PerLoop[_Pool] = PerLoop(lambda pool: pool.session.close())
 
 
 class ChatClient:
-    """Asks one model behind one URL, with or without `/v1`.
+    """Sends requests to one model of one server.
 
-    A try may last `timeout_s`; the waits between tries double. The clients of an event loop share
-    their connections to a server; `num_at_once` requests may be on their way.
+    The clients of an event loop share their connections to a server.
 
-    The key, where the server wants one, is in the variable `api_key_env`; None takes
-    OPENAI_API_KEY if it is set.
+    Args:
+        url: the server's URL, with or without `/v1`.
+        model: the model's name on the server.
+        temperature: the sampling temperature.
+        max_tokens: the maximum number of tokens of an answer.
+        timeout_s: the time limit of each try.
+        num_tries: how often a request is sent at most; the waits between tries double.
+        num_at_once: the maximum number of concurrent requests of the event loop.
+        api_key_env: the environment variable with the key; None takes OPENAI_API_KEY if it is set,
+            and "" sends no key.
 
     Raises:
-        ConfigError: the URL is none, or the variable is not set.
+        ConfigError: the URL is not valid, or the variable is not set.
     """
 
     def __init__(
@@ -109,7 +116,10 @@ class ChatClient:
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> Mapping[str, Any]:
-        """Return the answer: a message with `content`, `tool_calls` or both; else an EnvError."""
+        """Return the answer, a message with `content`, `tool_calls` or both.
+
+        Raises as `complete` does.
+        """
         reply = await self.complete(messages, **({"tools": list(tools)} if tools else {}))
         return reply.message
 
@@ -117,9 +127,9 @@ class ChatClient:
         """Return the answer; `body` has further fields of the request.
 
         Raises:
-            EnvUnreachableError: there was no connection.
+            EnvUnreachableError: no connection could be made.
             RefusedError: the server refuses the request.
-            EnvError: the server gave no answer, or none that is a chat completion.
+            EnvError: the server gave no answer, or one that is not a chat completion.
         """
         request = {**self._body, "messages": list(messages), **body}
         return await self._call("POST", self._url, request, _read_reply, "chat completion")
@@ -136,41 +146,44 @@ class ChatClient:
         read: Callable[[str], _T | None],
         what: str,
     ) -> _T:
-        """Send a request until `read` makes something of the answer, or all tries are used."""
+        """Send a request until `read` returns a result for the answer, or all tries are used.
+
+        `what` is the noun for the result in error messages.
+        """
         import aiohttp
 
         pool = _pools.get(lambda: _Pool(self._num_at_once), f"{self._num_at_once} {self._base}")
-        trouble, wait_s = "", 0.0
-        kind: type[EnvError] = EnvError
+        problem, wait_s = "", 0.0
+        error_type: type[EnvError] = EnvError
         for number in range(self._num_tries):
             if number:
                 await asyncio.sleep(max(wait_s, FIRST_WAIT_S * 2 ** (number - 1)))
-            wait_s, kind = 0.0, EnvError
+            wait_s, error_type = 0.0, EnvError
             try:
                 async with pool.free:
                     status, text, wait_s = await self._send(pool.session, method, url, body)
             except (aiohttp.ClientError, TimeoutError) as error:
                 is_down = isinstance(error, aiohttp.ClientConnectorError)
-                kind = EnvUnreachableError if is_down else EnvError
-                trouble = f"{type(error).__name__}: {error}"
+                error_type = EnvUnreachableError if is_down else EnvError
+                problem = f"{type(error).__name__}: {error}"
                 if isinstance(error, TimeoutError):
-                    trouble = f"nothing came within {self._timeout_s:g} s"
+                    problem = f"nothing came within {self._timeout_s:g} s"
                 continue
             if status == 200:
                 reply = read(text)
                 if reply is not None:
                     return reply
-                trouble = f"no {what}: {short(text, 200)!r}"
+                problem = f"no {what}: {short(text, 200)!r}"
                 continue
-            trouble = f"HTTP {status}: {short(text, 200)}"
+            problem = f"HTTP {status}: {short(text, 200)}"
             if status in (401, 403):
                 is_set = bool(os.environ.get(self._key_env))
-                trouble += f"; is {self._key_env} right?" if is_set else f"; set {self._key_env}"
+                problem += f"; is {self._key_env} right?" if is_set else f"; set {self._key_env}"
             if status in _REFUSED:
-                kind = RefusedError
+                error_type = RefusedError
             if status not in _RETRIED:
                 break
-        raise kind(f"{url} gave no answer: {trouble}")
+        raise error_type(f"{url} gave no answer: {problem}")
 
     async def _send(
         self,
@@ -179,7 +192,7 @@ class ChatClient:
         url: str,
         body: Mapping[str, Any] | None,
     ) -> tuple[int, str, float]:
-        """Return the status, the text, and the seconds that the server asks to wait."""
+        """Return the status, the text, and the seconds to wait that the server requests."""
         key = os.environ.get(self._key_env) if self._key_env else None
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with (

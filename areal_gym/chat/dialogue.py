@@ -1,12 +1,11 @@
-"""A dialogue as token ids: what was sent and sampled stays, new ids are appended.
+"""A dialogue as token ids, to which new ids are appended; sampled ids are never encoded again.
 
-    prompt(messages)  -> the ids to send: everything so far, and what the template adds
-    answer(sampled)   -> the message that the sampled ids mean
+    prompt(messages)  -> the ids to send: all ids so far, and those that the template adds
+    answer(sampled)   -> the message of the sampled ids
 
-Sampled ids are never encoded again. A dialogue forks only if the agent has rewritten earlier
-messages, the template rewrites its own earlier text (`Renderer.no_bridge_reason`), or earlier
-thinking is left out. Then the whole dialogue is rendered; if its text only continues what was sent,
-the rest is appended and nothing forks.
+The whole dialogue is rendered anew only if the agent has rewritten earlier messages, the template
+rewrites its own earlier text (`Renderer.no_bridge_reason`), or earlier thinking is left out. If the
+new text then begins with the text so far, the rest is appended; otherwise the dialogue forks.
 """
 
 from __future__ import annotations
@@ -26,33 +25,36 @@ from areal_gym.types import Message
 
 @dataclass(slots=True)
 class Prompt:
-    """The ids that are sent to the engine for one turn."""
+    """The token ids that are sent to the engine for one turn."""
 
     token_ids: tuple[int, ...]
     added: tuple[int, ...]
-    """The ids at the end that were never sent or sampled before: all at the start of a branch."""
+    """The ids at the end that were not sent or sampled before; all ids at the start of a branch."""
     branch: int
-    """Number of forks of the dialogue until now."""
+    """The number of forks of the dialogue so far."""
     messages: Sequence[Message]
-    """The new messages: the whole dialogue, when history was replaced."""
+    """The new messages, or the whole dialogue if the history is replaced."""
     replaces_history: bool = False
     images: tuple[ImageRef, ...] = ()
-    """The pictures among all `token_ids`."""
+    """The images in `token_ids`."""
 
     @property
     def added_images(self) -> tuple[ImageRef, ...]:
-        """The pictures among `added`."""
+        """The images in `added`, with positions relative to it."""
         num_kept = self.num_kept
         return tuple(i.moved(-num_kept) for i in self.images if i.start >= num_kept)
 
     @property
     def num_kept(self) -> int:
-        """Number of leading ids that were sent or sampled before; 0 at the start of a branch."""
+        """The number of leading ids that were sent or sampled before; 0 at a branch's start."""
         return len(self.token_ids) - len(self.added)
 
 
 class Point(NamedTuple):
-    """A moment of a dialogue, right after an answer; its lists only grow afterwards."""
+    """The state of a dialogue after an answer, from which others can continue.
+
+    The lists are the dialogue's own, which only grow, so their lengths at this time are stored.
+    """
 
     ids: list[int]
     num_ids: int
@@ -62,7 +64,7 @@ class Point(NamedTuple):
 
 
 class Dialogue:
-    """The dialogue of one episode, or one of several in it: see `fork`.
+    """A dialogue of an episode, which may have several, see `fork`.
 
     Args:
         renderer: the policy's renderer.
@@ -74,32 +76,33 @@ class Dialogue:
         self, renderer: Renderer, tools: ToolSchemas = (), *, dialect: str | None = None
     ) -> None:
         self.messages: list[Message] = []
-        """The messages that the policy has read and written."""
+        """The messages that the policy has read and written so far."""
         self._renderer, self._tools = renderer, tools
         self._dialect = dialect or renderer.tool_dialect
         self._branch = 0
         self._ids: list[int] = []
-        """The ids that were sent and sampled, in the newest branch."""
+        """The ids that were sent and sampled in the newest branch."""
         self._images: tuple[ImageRef, ...] = ()
-        """The pictures among them."""
+        """The images in `_ids`."""
         self.is_own = True
-        """False for a fork that the policy has not answered yet: its ids are another dialogue's."""
+        """Whether the ids were sampled in this dialogue; False for a fork before its first answer.
+        """
         self._has_thought = False
         self._texts: dict[int, tuple[Message, str]] = {}
         self._bridges: dict[tuple[str, ...], bool] = {}
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The ids that were sent and sampled, in the newest branch."""
+        """The ids that were sent and sampled in the newest branch."""
         return tuple(self._ids)
 
     def prompt(self, messages: Sequence[Message], *, replaces_history: bool = False) -> Prompt:
         """Return the ids to send so that the policy reads `messages` next.
 
         Args:
-            messages: the new messages; with `replaces_history`, all that the policy shall see. The
-                policy's own messages are those that `answer` returned, or invented ones.
-            replaces_history: forget the earlier messages.
+            messages: the new messages; with `replaces_history`, all messages. The policy's messages
+                are those that `answer` has returned, or others that the agent made up.
+            replaces_history: whether the earlier messages are dropped.
 
         Raises:
             ConfigError: the template refuses the messages.
@@ -112,17 +115,17 @@ class Dialogue:
             return self._continued(bridge, messages)
         whole = messages if replaces_history else [*self.messages, *messages]
         text = self._renderer.render([self._as_written(m) for m in whole], self._tools)
-        shown = pictures(whole)
-        # The text of two pictures is the same: their hashes tell them apart.
-        num_sent, sent = len(self._images), [image.sha256 for image in self._images]
+        images_shown = pictures(whole)
+        # All images have the same text, so their hashes are compared.
+        num_sent, hashes = len(self._images), [image.sha256 for image in self._images]
         rest = None
-        if [image["sha256"] for image in shown[:num_sent]] == sent:
+        if [image["sha256"] for image in images_shown[:num_sent]] == hashes:
             sent_ids = collapsed(self._ids, self._images)
             rest = _continuation(self._renderer.tokenizer.decode(sent_ids), text)
         if rest is None:
-            ids, images = self._renderer.encode_row(text, shown)
+            ids, images = self._renderer.encode_row(text, images_shown)
             return Prompt(ids, ids, self._branch + 1, messages, replaces_history, images)
-        added = self._renderer.encode_row(rest, shown[num_sent:])
+        added = self._renderer.encode_row(rest, images_shown[num_sent:])
         return self._continued(added, messages, replaces_history)
 
     def answer(
@@ -130,7 +133,8 @@ class Dialogue:
     ) -> Message:
         """Append the ids that the policy has sampled after `prompt`, and return their message.
 
-        `text` is the part that the agent takes, if it is less (up to a stop string).
+        `text` is the text of the message if it is only a part of the ids' text, up to a stop
+        string.
         """
         if text is None:
             text = self._renderer.decode(sampled_ids)
@@ -154,17 +158,17 @@ class Dialogue:
         return message
 
     def here(self) -> Point:
-        """Return the dialogue's present point."""
+        """Return the current point of the dialogue."""
         return Point(self._ids, len(self._ids), self.messages, len(self.messages), self._images)
 
     def stands_at(self, point: Point) -> bool:
-        """Return whether nothing was appended since."""
+        """Return whether nothing was appended since this point."""
         return self._ids is point.ids and len(self._ids) == point.num_ids
 
     def fork(self, point: Point) -> Dialogue:
         """Return another dialogue that continues from an earlier point of this one.
 
-        Its first prompt begins with the same ids that were sent and sampled until then.
+        Its first prompt begins with the ids that were sent and sampled up to this point.
         """
         other = Dialogue(self._renderer, self._tools, dialect=self._dialect)
         other._ids = point.ids[: point.num_ids]
@@ -183,11 +187,11 @@ class Dialogue:
             images += tuple(image.moved(len(self._ids)) for image in new.images)
         if self.is_own:
             return Prompt(ids, new.token_ids, self._branch, messages, replaces_history, images)
-        # What another dialogue has sampled is trained on there: here it is part of the prompt.
+        # Ids that another dialogue has sampled are trained on there; here they are a prompt.
         return Prompt(ids, ids, self._branch + 1, messages, replaces_history, images)
 
     def _named(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with the names of the tools whose results they are."""
+        """Return the messages, with the tools' names added to tool results."""
         calls = [call for message in self.messages for call in message.get("tool_calls", [])]
         names = {call["id"]: call["function"]["name"] for call in calls}
         named: list[Message] = []
@@ -206,9 +210,9 @@ class Dialogue:
         return self._bridges[shape]
 
     def _as_written(self, message: Message) -> Message:
-        """Return a message of the policy with its sampled text, for the template.
+        """Return the policy's message with its sampled text, for the template.
 
-        Calls are passed as objects if the template writes them in the policy's dialect.
+        Tool calls are passed as objects if the template writes them in the policy's dialect.
         """
         _, text = self._texts.get(id(message), (message, ""))
         if not text or has_channels(text):
@@ -230,7 +234,7 @@ class Dialogue:
 
 
 def _continuation(sent: str, whole: str) -> str | None:
-    """Return what `whole` (with `BREAK`s) adds to `sent`; None if it does not begin with it."""
+    """Return the part of `whole` (with `BREAK`s) after `sent`; None if it begins otherwise."""
     plain = whole.replace(BREAK, "")
     if not plain.startswith(sent) or len(plain) == len(sent):
         return None

@@ -4,8 +4,8 @@
     <|start|>assistant<|channel|>final<|message|>ANSWER<|return|>
     <|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>
 
-The recipient may also stand behind the channel. A turn has at most one call, for `<|call|>`
-ends it.
+The recipient may also come after the channel. A turn has at most one call, because `<|call|>` ends
+the turn.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def has_channels(text: str) -> bool:
 
 
 def split_channels(text: str) -> tuple[str | None, str]:
-    """Return the thoughts of a turn (None: it has none), and its prose, then its calls as written.
+    """Return the thoughts of a turn, or None, and its prose followed by its calls as written.
 
-    A header that is cut off says nothing, unless it has a recipient: then it is a broken call.
+    A header that is cut off is ignored, unless it has a recipient: then it is a broken call.
     """
     thoughts: list[str] = []
     prose: list[str] = []
@@ -50,7 +50,7 @@ def split_channels(text: str) -> tuple[str | None, str]:
             break
         end = next_start = len(text)
         if recipient := _recipient(header[1]):
-            try:  # a string in the arguments may hold what ends a message
+            try:  # a string in the arguments may contain the end of a message
                 _, end = decode_json(text, header.end(), "")
             except ValueError:
                 num_malformed += 1
@@ -73,7 +73,7 @@ def split_channels(text: str) -> tuple[str | None, str]:
 
 
 def parse_harmony(text: str) -> Parsed:
-    """Read the calls that `split_channels` leaves at the end of a text."""
+    """Parse the calls that `split_channels` puts at the end of a text."""
     calls: list[Call] = []
     errors: list[str] = []
     position = place = text.find(_START)
@@ -100,7 +100,7 @@ def parse_harmony(text: str) -> Parsed:
 
 
 def write_harmony(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a call as gpt-oss writes it after the header of its turn."""
+    """Return the text of a call after the header of a turn."""
     text = json.dumps(arguments, ensure_ascii=False)
     return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}"
 

@@ -1,9 +1,9 @@
-"""A bounded sandbox for untrusted Jinja templates: their rendering ends, and stays small.
+"""A sandbox for untrusted Jinja templates that limits the time and the size of a rendering.
 
 Chat templates come with checkpoints, so they are data. jinja2's sandbox keeps them from attributes
-that lead to code. It does not keep them from looping for hours or from filling the memory; this
-environment does, as far as an interpreter can: a rendering has a time limit, which every call and
-every round of a loop checks, and whatever makes a text larger is refused beyond `MOST_CHARACTERS`.
+that lead to code, but not from looping for hours or from filling the memory. This environment adds
+limits, as far as an interpreter can: every call and every loop check a time limit, and operations
+that make a text longer than `MOST_CHARACTERS` are refused.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import jinja2.visitor
 from jinja2.exceptions import SecurityError
 
 MOST_CHARACTERS = 2**26
-"""Limit for a text that a template makes: a hundred times the longest context of a model."""
+"""The maximum length of a text that a template makes, a hundred times a model's longest context."""
 MOST_SECONDS = 60.0
-"""Limit for one rendering, which usually takes less than a millisecond; busy machines are slow."""
+"""The time limit of a rendering, which usually takes less than a millisecond."""
 _MOST_NUMBER = 10**6
-"""Limit for a count or width that a template passes on."""
+"""The maximum of a count or a width that a template passes to a function."""
 _MOST_BITS = 2**12
-"""Limit for a number that a template computes."""
+"""The maximum number of bits of a number that a template computes."""
 _LARGE_WIDTH = re.compile(r"\d{6,}|\*")
-# No template can use these filters by their names, nor give them another meaning.
+# Templates cannot use filters with these names, which are not valid in Jinja, or redefine them.
 _EACH, _CONCAT, _ADD, _KEEP = "+each", "+concat", "+add", "+keep"
 
 
@@ -63,7 +63,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Bound the rendering in this block; its time begins now."""
+        """Limit the time of the rendering in this block, from now on."""
         self._running.deadline_s = time.monotonic() + MOST_SECONDS
         try:
             yield
@@ -71,7 +71,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._running.deadline_s = None
 
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call what the sandbox allows, with arguments that keep the result small."""
+        """Make a call that the sandbox allows, after checking the size of its arguments."""
         self._check_time()
         _require_small(args, kwargs)
         name = getattr(__obj, "__name__", None)
@@ -84,13 +84,13 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return _small(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Any:
-        """Return the replacement of `str.format`, unless the format makes a very wide text."""
+        """Return the replacement of `str.format`; refuse formats with very large widths."""
         if isinstance(owner := getattr(value, "__self__", None), str):
             _require_small_format(owner)
         return super().wrap_str_format(value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute left + right and the like, unless the result would be too large."""
+        """Compute `*`, `**` or `%`, unless the result would be too large."""
         if operator == "%":
             if isinstance(left, str):
                 _require_small_format(left)
@@ -106,10 +106,10 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return bounded
 
     def _each(self, items: Any) -> Any:
-        """Return the items of a loop; some rounds check the clock."""
+        """Return the items of a loop; long loops check the time limit every 64 rounds."""
         self._check_time()
         if isinstance(items, list | tuple | str | dict) and len(items) < 64:
-            return items  # the loops inside of it look at the clock, too
+            return items  # the loops inside this one check the time, too
         return self._watched(items)
 
     def _watched(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -138,10 +138,10 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Bounding(jinja2.visitor.NodeTransformer):
-    """Puts the limits into the template: where it loops, and where it could double a text.
+    """Inserts checks into a template: in loops, and where a text could double in length.
 
-    What is added to a text that the template spells out grows by that much only, which is as fast
-    as before; what is kept in a variable is looked at there.
+    Adding a literal text is not checked, because the text grows only by its length; assignments to
+    variables check the length instead.
     """
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:

@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are JSON, as model families write them."""
+"""Parse tool calls with JSON arguments, in the formats of the model families."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper
 
-# Explaining a JSON error counts the lines before it, which adds up to a quadratic cost on a
-# hostile megabyte of broken calls; more are not needed.
+# Parsing stops after this number of malformed calls: the message of each JSON error takes time
+# proportional to the text before it, which is quadratic for a hostile text.
 MAX_MALFORMED = 8
 _MAX_DEPTH = MAX_JSON_DEPTH - 16
-"""Limit for the depth of a call's JSON, below that of a request, which contains the call on its way
-to a server."""
+"""The maximum depth of a call's JSON; it is below that of a request to a server, which contains the
+call."""
 
 _FENCE = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n", re.MULTILINE)
 _FENCE_END = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
@@ -33,16 +33,16 @@ _DEEPSEEK_END = re.compile(r"\s*(?:<｜tool▁call▁end｜>|(?=<｜tool▁calls
 
 
 class Call(NamedTuple):
-    """One tool call as the policy has written it."""
+    """A tool call that the policy has written."""
 
     name: str
     arguments: dict[str, Any]
     id: str | None = None
-    """The call's id, if it is written in the text."""
+    """The call's id, if the text has one."""
 
 
 class Parsed(NamedTuple):
-    """A text without its calls, the calls, and what was malformed first."""
+    """A text without its tool calls, the calls, and the first error."""
 
     content: str
     calls: list[Call]
@@ -56,14 +56,14 @@ def scan(
     read: Callable[[str, re.Match[str]], tuple[list[Call], int]],
     wrappers: tuple[str, ...] = (),
 ) -> Parsed:
-    """Read every call that `opening` begins.
+    """Parse all calls that begin with `opening`.
 
     Args:
         text: the text of a turn.
         opening: matches the beginning of a call, or of several.
-        closing: after a malformed call reading goes on behind this.
-        read: returns calls and the place after them; a ValueError explains a malformed call.
-        wrappers: texts around all calls.
+        closing: the end of a call; after a malformed call, parsing continues behind it.
+        read: returns calls and the position after them; raises ValueError for a malformed call.
+        wrappers: the texts around all calls.
     """
     outside: list[str] = []
     calls: list[Call] = []
@@ -99,19 +99,19 @@ def scan(
 
 
 def parse_hermes(text: str) -> Parsed:
-    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     return scan(text, re.compile("<tool_call>"), "</tool_call>", _read_hermes)
 
 
 def _read_hermes(text: str, begin: re.Match[str]) -> tuple[list[Call], int]:
-    # The JSON is decoded before the closing tag is looked for: the tag may stand inside a string.
+    # Decode the JSON before searching the closing tag, which may also occur inside a string.
     call, end = decode_json(text, begin.end(), "the tool call")
     end = behind(text, end, "</tool_call>", "the tool call")
     return [named_arguments(call)], end
 
 
 def parse_phi4(text: str) -> Parsed:
-    """Read `<|tool_call|>{...}<|/tool_call|>` (or a list) and `functools[{...}]`."""
+    """Parse `<|tool_call|>{...}<|/tool_call|>` (or a list) and `functools[{...}]`."""
     return scan(text, re.compile(r"<\|tool_call\|>|functools(?=\[)"), "<|/tool_call|>", _read_phi4)
 
 
@@ -123,7 +123,7 @@ def _read_phi4(text: str, begin: re.Match[str]) -> tuple[list[Call], int]:
 
 
 def parse_kimi(text: str) -> Parsed:
-    """Read Kimi's calls, whose ids, `functions.NAME:INDEX`, name the tools."""
+    """Parse Kimi's calls, whose ids, `functions.NAME:INDEX`, have the tools' names."""
 
     def read(text: str, begin: re.Match[str]) -> tuple[list[Call], int]:
         shape = "functions.NAME:INDEX<|tool_call_argument_begin|>{...}"
@@ -138,7 +138,7 @@ def parse_kimi(text: str) -> Parsed:
 def _after_name(
     text: str, begin: re.Match[str], name: re.Pattern[str], shape: str
 ) -> tuple[re.Match[str], Call, int]:
-    """Return the name that follows `begin`, the call of its JSON arguments, and the place after."""
+    """Return the match of the name after `begin`, the call, and the position after its JSON."""
     named = name.match(text, begin.end())
     if named is None:
         raise ValueError(f"after {begin[0]} comes {shape}")
@@ -147,12 +147,12 @@ def _after_name(
 
 
 def parse_deepseek(text: str) -> Parsed:
-    """Read the calls of DeepSeek V3 and R1: the arguments are a fenced block of JSON."""
+    """Parse the calls of DeepSeek V3 and R1, whose arguments are a fenced block of JSON."""
     return _scan_deepseek(text, _read_deepseek)
 
 
 def parse_deepseek_v31(text: str) -> Parsed:
-    """Read the calls of DeepSeek V3.1: `NAME<｜tool▁sep｜>{...}`."""
+    """Parse the calls of DeepSeek V3.1: `NAME<｜tool▁sep｜>{...}`."""
     return _scan_deepseek(text, _read_deepseek_v31)
 
 
@@ -182,9 +182,9 @@ def _deepseek_end(text: str, start: int) -> int:
 
 
 def parse_llama(text: str) -> Parsed:
-    """Read calls that are the whole text, separated by `;` or nothing.
+    """Parse a text that consists of calls, separated by `;` or nothing.
 
-    Llama 4 writes what it says between `<|python_start|>` and `<|python_end|>` before its calls.
+    Llama 4 writes prose between `<|python_start|>` and `<|python_end|>` before its calls.
     """
     prose = ""
     start = skip_space(text, 0)
@@ -207,7 +207,7 @@ def parse_llama(text: str) -> Parsed:
             call, end = decode_json(text, position, "the tool call")
             calls.append(named_arguments(call, "parameters"))
         except ValueError as error:
-            # An answer in JSON is not a call; a text that begins like a call is read as one.
+            # An answer in JSON is not a call; a text that begins as a call is a malformed one.
             return Parsed(text[position:].strip() if calls else text, calls, str(error))
         position = skip_space(text, end)
         if text.startswith(";", position):
@@ -218,7 +218,7 @@ def parse_llama(text: str) -> Parsed:
 
 
 def parse_mistral(text: str) -> Parsed:
-    """Read `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}`, any number."""
+    """Parse `[TOOL_CALLS]` with a list of calls, or any number of `[TOOL_CALLS]name[ARGS]{...}`."""
     marker = "[TOOL_CALLS]"
     prose, is_marked, _ = text.partition(marker)
     if not is_marked:
@@ -249,12 +249,12 @@ def parse_mistral(text: str) -> Parsed:
 
 
 def _mistral_id(id: Any) -> str | None:
-    """Return an id if it is one that Mistral's templates accept."""
+    """Return the id if Mistral's templates accept it, else None."""
     return id if isinstance(id, str) and re.fullmatch("[A-Za-z0-9]{9}", id) else None
 
 
 def parse_fenced(text: str) -> Parsed:
-    """Read each closed ```` ```python ```` block as a call of the tool `python`."""
+    """Parse each closed ```` ```python ```` block as a call of the tool `python`."""
     return scan(text, _FENCE, "```", _read_fenced)
 
 
@@ -275,7 +275,7 @@ def _nonempty(listed: Any) -> list[Any]:
 
 
 def named_arguments(call: Any, key: str = "arguments") -> Call:
-    """Return the call that an object of JSON describes; raise ValueError if it describes none."""
+    """Return the call of a JSON object; raise ValueError if the object is not a call."""
     shape = f'{{"name": ..., "{key}": {{...}}}}'
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str) or not name:
@@ -299,9 +299,10 @@ _decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def decode_json(text: str, start: int, what: str) -> tuple[Any, int]:
-    """Return the JSON value at `start`, after space, and the place after it.
+    """Return the JSON value at `start`, after white space, and the position after it.
 
-    Raises ValueError if there is no JSON, or it is nested too deeply.
+    Raises ValueError if there is no JSON, or it is nested too deeply; `what` is the noun for the
+    value in the message.
     """
     try:
         value, end = _decoder.raw_decode(text, skip_space(text, start))
@@ -320,7 +321,7 @@ def decode_json(text: str, start: int, what: str) -> tuple[Any, int]:
 
 
 def behind(text: str, start: int, closing: str, what: str) -> int:
-    """Return the place after `closing`; raise ValueError if something but space comes before it."""
+    """Return the position after `closing`; raise ValueError if other text comes before it."""
     start = skip_space(text, start)
     if text.startswith(closing, start):
         return start + len(closing)

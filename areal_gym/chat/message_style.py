@@ -1,4 +1,4 @@
-"""The shape in which a chat template takes messages: templates differ in what they call a call."""
+"""The message formats that chat templates expect; they differ in how they represent tool calls."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from areal_gym.types import Message, ToolCall, text_of
 
 @dataclass(frozen=True, slots=True)
 class MessageStyle:
-    """The shape that a template expects; the default is Hugging Face's convention."""
+    """The message format that a template expects; the default is Hugging Face's convention."""
 
     has_text_arguments: bool = False
-    """The arguments of calls are JSON text (DeepSeek); else they are objects."""
+    """Whether the arguments of calls are JSON text (DeepSeek) instead of objects."""
     has_null_content: bool = False
-    """A call without words has no content at all (DeepSeek V3); else it is an empty text."""
+    """Whether the content of a call without prose is None (DeepSeek V3) instead of empty text."""
     has_named_ids: bool = False
-    """Ids of calls are `functions.NAME:INDEX` (Kimi), which the policy reads and writes."""
+    """Whether ids of calls are `functions.NAME:INDEX` (Kimi), which the policy reads and writes."""
     is_one_text: bool = False
-    """A turn with a call has one text, a thought or prose (gpt-oss); both are joined."""
+    """Whether a turn with a call can have only one text (gpt-oss), so thought and prose are joined.
+    """
 
     def adapt(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return the messages as the template takes them."""
+        """Return the messages in the format that the template expects."""
         adapted: list[dict[str, Any]] = []
         new_ids: dict[str, str] = {}
         names: dict[str, str] = {}
@@ -35,7 +36,7 @@ class MessageStyle:
             changed: dict[str, Any] = dict(message)
             calls = message.get("tool_calls")
             if "reasoning_content" in message:
-                changed["thinking"] = message["reasoning_content"]  # gpt-oss's name for it
+                changed["thinking"] = message["reasoning_content"]  # the name in gpt-oss's template
             if calls:
                 changed["tool_calls"] = [
                     self._call(call, num_calls + i, new_ids) for i, call in enumerate(calls)
@@ -47,10 +48,10 @@ class MessageStyle:
                     changed["content"] = ""
                 if self.has_null_content and not message["content"]:
                     changed["content"] = None
-            if (called := message.get("tool_call_id")) is not None:
-                changed["tool_call_id"] = new_ids.get(called, called)
-                if called in names:
-                    changed.setdefault("name", names[called])
+            if (call_id := message.get("tool_call_id")) is not None:
+                changed["tool_call_id"] = new_ids.get(call_id, call_id)
+                if call_id in names:
+                    changed.setdefault("name", names[call_id])
             adapted.append(changed)
         return adapted
 
@@ -69,28 +70,32 @@ class MessageStyle:
 def joined(
     messages: Sequence[Message], *, has_system: bool, may_repeat_user: bool
 ) -> Sequence[Message]:
-    """Return the messages for a template that refuses some of them.
+    """Join messages for a template that refuses some sequences of roles.
 
-    Without `has_system`, what the system says begins the first user's message, as Gemma's models
-    are used; unless `may_repeat_user`, several users' messages in a row are one.
+    Args:
+        messages: the messages of a dialogue.
+        has_system: whether the template accepts a system message; otherwise it is put in front of
+            the first user message, as is usual for Gemma's models.
+        may_repeat_user: whether the template accepts successive user messages; otherwise they are
+            joined.
     """
     if not has_system and messages and messages[0]["role"] == "system":
         system, *rest = messages
-        asking: Message = {**system, "role": "user"}
-        is_asked = bool(rest) and rest[0]["role"] == "user"
-        messages = [_both(asking, rest[0]), *rest[1:]] if is_asked else [asking, *rest]
+        first: Message = {**system, "role": "user"}
+        is_user_next = bool(rest) and rest[0]["role"] == "user"
+        messages = [_merged(first, rest[0]), *rest[1:]] if is_user_next else [first, *rest]
     if may_repeat_user:
         return messages
     changed: list[Message] = []
     for message in messages:
         if changed and changed[-1]["role"] == message["role"] == "user":
-            changed[-1] = _both(changed[-1], message)
+            changed[-1] = _merged(changed[-1], message)
         else:
             changed.append(message)
     return changed
 
 
-def _both(first: Message, second: Message) -> Message:
+def _merged(first: Message, second: Message) -> Message:
     return {**first, "content": joined_content([first["content"], second["content"]], "\n\n")}
 
 
@@ -104,4 +109,4 @@ STYLES = [
     for has_text_arguments in (False, True)
     for has_null_content in (False, True)
 ]
-"""All styles of calls, the most usual first."""
+"""All formats of calls, the most common ones first."""

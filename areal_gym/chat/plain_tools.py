@@ -1,8 +1,8 @@
-"""Tools for chat templates without tool support: the system message describes them, the user's turn
-has the results.
+"""Tools for chat templates without tool support.
 
-Calls are then in the dialect that the template writes in history (DeepSeek's describes no tools,
-but writes calls), else in Hermes', which most models have seen.
+The system message describes the tools, and user messages have their results. Calls are in the
+dialect in which the template writes earlier calls (DeepSeek's template does so, but describes no
+tools), or else in that of Hermes, which most models have been trained on.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ from areal_gym.types import Message, text_of
 def describe(
     messages: Sequence[Message], tools: ToolSchemas, dialect: str, *, has_tool_role: bool = False
 ) -> list[Message]:
-    """Return the messages with the tools described in the system message, added if missing.
+    """Return the messages with a description of the tools in the system message.
 
-    Calls are in the format `dialect`; `has_tool_role` if the template renders results itself.
+    Args:
+        messages: the messages of a dialogue; a system message is added if there is none.
+        tools: the schemas of the tools.
+        dialect: the format of calls.
+        has_tool_role: whether the template renders tool results itself.
     """
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    how = "write a JSON object between tags" if dialect == "hermes" else "write"
+    schemas = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    instruction = "write a JSON object between tags" if dialect == "hermes" else "write"
     example = write_call("the tool's name", {"its": "arguments"}, dialect)
-    text = f"You may call these tools:\n{listed}\n\nTo call one, {how}:\n{example}"
+    text = f"You may call these tools:\n{schemas}\n\nTo call one, {instruction}:\n{example}"
     if not has_tool_role:
         text += "\nWhat it answers comes back between <tool_response> tags."
     if messages and messages[0]["role"] == "system":
-        both = joined_content([messages[0]["content"], text], "\n\n")
-        return [{**messages[0], "content": both}, *messages[1:]]
+        content = joined_content([messages[0]["content"], text], "\n\n")
+        return [{**messages[0], "content": content}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 
 def as_user(messages: Sequence[Message], *, without_calls: bool = False) -> list[Message]:
-    """Return the messages with tool results as user messages, one message per run of results.
+    """Return the messages with successive tool results joined into user messages.
 
-    With `without_calls`, only results that no call has asked for: the explanation of a malformed
-    call is one, and some templates refuse it.
-    What the user says right after them belongs to the same message: such templates often refuse two
-    in a row.
+    A user message right after them is joined, too, because such templates often refuse two in a
+    row. With `without_calls`, only results without a call are changed: the explanation of a
+    malformed call is such a result, which some templates refuse.
     """
     changed: list[Message] = []
     is_answering = has_call = False
@@ -63,7 +66,7 @@ def as_user(messages: Sequence[Message], *, without_calls: bool = False) -> list
 
 
 def as_text(message: Message) -> Message:
-    """Return an assistant's message with its calls written out in its content."""
+    """Return an assistant's message with its calls as text in its content."""
     functions = (call["function"] for call in message.get("tool_calls", []))
     calls = (
         write_call(function["name"], function["arguments"], "hermes") for function in functions

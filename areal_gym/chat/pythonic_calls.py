@@ -1,4 +1,4 @@
-"""Tool calls in Python's syntax, as Llama 3.2 and 4 write them."""
+"""Parse and write tool calls in Python's syntax, the format of Llama 3.2 and 4."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from areal_gym.chat.json_calls import Call, Parsed, named_arguments
 
 _MAX_CHARACTERS = 2**16
-"""Limit for the length of the calls; Python's parser takes 100 bytes for each character."""
+"""The maximum length of the calls, as Python's parser takes 100 bytes per character."""
 _BEGINNING = re.compile(r"\s*(?:<\|python_start\|>\s*)?(\[\s*[A-Za-z_][\w.]*\()")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 def parse_pythonic(text: str) -> Parsed:
-    """Read `[name(key=value), ...]`, a list of calls in Python's syntax that is the whole text."""
+    """Parse `[name(key=value), ...]`, a text that is a list of calls in Python's syntax."""
     begin = _BEGINNING.match(text)
     if begin is None:
         return Parsed(text, [])
@@ -32,14 +32,14 @@ def _python_calls(source: str) -> list[Call]:
         raise ValueError(f"the tool calls have more than {_MAX_CHARACTERS} characters")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of unknown escapes in strings
+            warnings.simplefilter("ignore")  # warnings about unknown escapes in strings
             tree = ast.parse(source.strip(), mode="eval").body
         calls = []
         for node in tree.elts if isinstance(tree, ast.List) else [tree]:
             if not isinstance(node, ast.Call) or node.args or not _dotted(node.func):
                 raise ValueError("a tool call is name(key=value, ...)")
-            arguments = {str(word.arg): _literal(word.value) for word in node.keywords}
-            if any(word.arg is None for word in node.keywords):
+            arguments = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+            if any(keyword.arg is None for keyword in node.keywords):
                 raise ValueError("a tool call names each argument: name(key=value, ...)")
             calls.append(named_arguments({"name": _dotted(node.func), "arguments": arguments}))
     except (SyntaxError, RecursionError, MemoryError, UnicodeError) as error:

@@ -1,14 +1,14 @@
-"""Renders dialogues as token ids with a chat template, appending instead of rendering anew.
+"""Render dialogues as token ids with a chat template, appending instead of rendering anew.
 
     first prompt   the template's text of the first messages
     bridge         its text between the assistant's own text and the next turn: the end of turn
                    (unless it was sampled), the new messages, the header of the next turn
 
-A bridge is read off a short reference dialogue, so its cost does not grow with the history. Probes
-on generated dialogues (`template_probe`) show whether bridged turns equal the whole dialogue,
-separately for each kind of dialogue: with or without a system message, with these tools or none,
-and by the roles of the reply. If a template rewrites its earlier text (Mistral's moves the tools to
-the newest user message), the probe fails, `no_bridge_reason` says why, and `Dialogue` renders anew.
+A bridge is taken from a short reference dialogue, so its cost does not grow with the history.
+Probes on generated dialogues (`template_probe`) test whether bridged turns equal the rendering of
+the whole dialogue, separately with and without a system message, for each set of tools, and for the
+roles of the reply. If a template rewrites its earlier text (Mistral's moves the tools to the newest
+user message), the probe fails, `no_bridge_reason` returns the reason, and `Dialogue` renders anew.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from areal_gym.errors import ConfigError
 from areal_gym.types import ImagePart, Message, images_of
 
 _CACHE_SIZE = 4096
-"""Limit for the remembered results of probes: programs may bring any number of tool sets."""
+"""The maximum number of cached results of probes, as programs may use many sets of tools."""
 
 
 class Renderer:
@@ -74,7 +74,7 @@ class Renderer:
             template_kwargs: other variables of the template, such as `enable_thinking`.
             keeps_thinking: whether the thinking of earlier turns stays in the prompt. If not, the
                 template decides, and a turn that follows a thought may begin a new branch.
-            vision: how the policy takes pictures; None refuses them.
+            vision: how images are encoded for the policy; None refuses images.
 
         Raises:
             ConfigError: the template is invalid, or has no end of turn that could be sampled.
@@ -82,7 +82,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.keeps_thinking = keeps_thinking
         self.vision = vision
-        """How the policy takes pictures; None if it cannot see."""
+        """How images are encoded for the policy; None if it does not accept images."""
         self.template = ChatTemplate(
             chat_template,
             special_tokens=special_tokens,
@@ -119,7 +119,7 @@ class Renderer:
         self.knows_tool_role = template_probe.knows_tool_role(self.template)
         """Whether the template renders tool results; else they become user messages."""
         self.image_roles = template_probe.image_roles(self)
-        """The roles in whose messages the template writes pictures."""
+        """The roles in whose messages the template writes images."""
         self.before_answers = template_probe.written_before_answers(self)
         """The template's text before an assistant's text, which sampled text already contains."""
         self.keeps_prose_as_text = template_probe.keeps_prose_as_text(self.template)
@@ -133,16 +133,16 @@ class Renderer:
         self._ends = re.compile("|".join(map(re.escape, ends))) if ends else None
 
     def end_in(self, text: str, start: int = 0) -> int:
-        """Return where the first end of a turn begins in `text`; -1 without one."""
+        """Return the position of the first end of a turn in `text`; -1 if there is none."""
         end = self._ends.search(text, start) if self._ends else None
         return -1 if end is None else end.start()
 
     def last_end(self, text: str) -> int:
-        """Return where the last end of a turn begins in `text`; -1 without one."""
+        """Return the position of the last end of a turn in `text`; -1 if there is none."""
         return max(text.rfind(end) for end in (self.end_of_turn, *self.turn_ends[:2]))
 
     def sampled_end_id(self, message: Message, reply: Message | None) -> int:
-        """Return the id by which a policy ends a turn with this message, before this reply."""
+        """Return the id with which a policy ends a turn with this message, before this reply."""
         if self.turn_ends.is_by_reply:
             is_call = reply is not None and reply["role"] == "tool"
         else:
@@ -190,7 +190,7 @@ class Renderer:
         return self.first(messages, tools).token_ids
 
     def first(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> Rendered:
-        """Return the ids of the first prompt with the places of its pictures; see `first_ids`."""
+        """Return the ids of the first prompt with the positions of its images; see `first_ids`."""
         return self.encode_row(self.render(messages, tools), pictures(messages))
 
     def bridge_ids(self, last_id: int, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -198,11 +198,11 @@ class Renderer:
         return self.bridge(last_id, messages).token_ids
 
     def bridge(self, last_id: int, messages: Sequence[Message]) -> Rendered:
-        """Return the ids between a sampled turn and the next, with the places of pictures.
+        """Return the ids between a sampled turn and the next, with the positions of images.
 
         Args:
-            last_id: the last id that was sampled. When it ends a turn, the template's end of turn
-                is not written again; otherwise (the turn was cut) it is.
+            last_id: the last id that was sampled. If it ends a turn, the template's end of turn is
+                not written again; otherwise (the turn was cut) it is.
             messages: the messages that the policy reads next.
 
         Raises:
@@ -215,10 +215,10 @@ class Renderer:
         return Rendered(ids[1:], tuple(image.moved(-1) for image in images))
 
     def encode_row(self, text: str, images: Sequence[ImagePart]) -> Rendered:
-        """Return the ids of rendered text, with all placeholders of its pictures, in order.
+        """Return the ids of rendered text, with the placeholders of its images expanded.
 
         Raises:
-            ConfigError: the text has more or fewer placeholders than pictures.
+            ConfigError: the numbers of placeholders and images differ.
         """
         ids = self.encode(text)
         return Rendered(tuple(ids)) if self.vision is None else self.vision.expanded(ids, images)
@@ -226,14 +226,14 @@ class Renderer:
     def no_bridge_reason(
         self, first: Sequence[Message], tools: ToolSchemas, reply: Sequence[Message]
     ) -> str | None:
-        """Return why this reply cannot be bridged after these first messages; None if it can."""
+        """Return the reason why a reply cannot be bridged after these messages; None if it can."""
         return self._reason(_has_system(first), json.dumps(tools), reply_shape(reply))
 
     def _probe_bridges(self, has_system: bool, tools: str, shape: tuple[str, ...]) -> str | None:
         return template_probe.find_difference(self, has_system, json.loads(tools), shape)
 
     def warnings(self, first: Sequence[Message], tools: ToolSchemas = ()) -> list[str]:
-        """Return warnings about dialogues that begin like this, often none."""
+        """Return warnings about dialogues that begin with these messages and tools."""
         warnings = []
         if self.drops_thinking and self.keeps_thinking:
             warnings.append(
@@ -282,14 +282,14 @@ class Renderer:
         tools: ToolSchemas = (),
         is_thinking: bool | None = None,
     ) -> Message:
-        """Return the message that a sampled text means.
+        """Parse a sampled text into a message.
 
         Args:
             text: the text of a turn.
-            dialect: the format of its calls; the model's by default.
-            tools: the tools, whose schemas give untyped arguments their types.
+            dialect: the format of its calls; by default the model's.
+            tools: the tools, whose schemas determine the types of untyped arguments.
             is_thinking: whether the prompt ends inside a thought (`is_inside_thought`); by default
-                as after a user's message.
+                as it does after a user message.
         """
         if is_thinking is None:
             is_thinking = self.opens_thinking
@@ -299,7 +299,7 @@ class Renderer:
     def is_inside_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether the policy begins inside a thought after this prompt.
 
-        Some templates open thoughts after a user's message only (DeepSeek R1).
+        Some templates open a thought only after a user message (DeepSeek R1).
         """
         if not self.opens_thinking:
             return False
@@ -329,20 +329,19 @@ class Renderer:
             return self._image_text(self.template.render(changed, tools))
 
     def bridge_text(self, reply: Sequence[Message]) -> str:
-        """Return a bridge's text: the end of the assistant's turn, `reply`, the next header.
+        """Return the text of a bridge: the end of the assistant's turn, `reply`, the next header.
 
         Raises:
             ConfigError: the template refuses the messages.
         """
-        # The explanation of a malformed call answers no call; templates want an id all the same.
+        # The explanation of a malformed call has no call, but templates need an id.
         reply = [
             {"tool_call_id": "call00000", **message} if message["role"] == "tool" else message
             for message in self._adapt(reply)
         ]
         shape = reply_shape(reply)
         if shape not in self._has_call:
-            # Some templates refuse a tool result without its call, some refuse two calls in one
-            # turn.
+            # Some templates refuse a tool result without a call, others two calls in a turn.
             is_result = any(message["role"] == "tool" for message in reply)
             has_call = is_result and template_probe.accepts_calls(self.template, reply)
             self._has_call[shape] = has_call
@@ -358,12 +357,12 @@ class Renderer:
         return after[start:]
 
     def _adapt(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Convert tool results to user messages for a template that knows no tools.
+        """Convert tool results to user messages for a template without tools.
 
-        Pictures of messages in which the template drops them follow in a user's message.
+        Images in messages of roles whose images the template drops are moved to a user message.
 
         Raises:
-            ConfigError: there are pictures, and the policy cannot see.
+            ConfigError: there are images, and the policy does not accept any.
         """
         if any(not isinstance(message["content"], str) for message in messages):
             messages = seen(messages, self.vision, self.image_roles)
@@ -388,9 +387,9 @@ def _has_system(messages: Sequence[Message]) -> bool:
 
 
 def reply_shape(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return the roles in order; two stand for a longer run of the same role.
+    """Return the roles in order, with at most two successive equal ones.
 
-    A role whose message has pictures is marked by `template_probe.WITH_IMAGE`.
+    `template_probe.WITH_IMAGE` is added to the role of a message with images.
     """
     marks = {True: template_probe.WITH_IMAGE, False: ""}
     roles = [m["role"] + marks[bool(images_of(m["content"]))] for m in messages]
