@@ -1,4 +1,4 @@
-"""A chat template: jinja in Hugging Face's dialect."""
+"""Compile and render a chat template: Jinja with Hugging Face's settings."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from areal_gym.chat.jinja_limits import BoundedEnvironment
 
 ToolSchemas = Sequence[Mapping[str, Any]]
-"""Tools as chat templates take them (`Tool.schema()`), in the environment's order."""
+"""The schemas of tools (`Tool.schema()`) for chat templates, in the environment's order."""
 
 BREAK = "\ufdd0"
-"""Marks where encoding restarts in rendered text: inside text that only looks like a control token.
-Unicode sets this code point aside, so no text contains it."""
+"""Marks a position in rendered text where encoding restarts, inside text that only looks like a
+control token. Unicode reserves this code point, so no text contains it."""
 
 
 class ChatTemplate:
     """Renders messages as text.
 
-    What users, tools and systems say never becomes a control token: a page that a tool has read
-    may hold `<|im_end|>`, and must not end a turn by it. Such texts are broken up by `BREAK`.
+    Text of system, user and tool messages never becomes a control token: a page that a tool has
+    read may contain `<|im_end|>`, which must not end a turn. `BREAK` splits such texts.
 
     Args:
         source: the template.
-        special_tokens: names that it may use, such as `bos_token`.
-        control_tokens: texts that the tokenizer takes for tokens of their own.
-        kwargs: its other variables, such as `enable_thinking`.
-        image_marks: texts that stand for pictures. Only the template itself writes them: not even
-            in what the policy has written do they become placeholders.
+        special_tokens: names that the template may use, such as `bos_token`.
+        control_tokens: texts that the tokenizer encodes as control tokens.
+        kwargs: other variables of the template, such as `enable_thinking`.
+        image_marks: texts that the template writes for images. In messages, also in the policy's,
+            they are split, so they do not become placeholders.
 
     Raises:
-        ConfigError: the template is no template.
+        ConfigError: the template is not valid.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self.style = MessageStyle()
-        """How the template wants messages; `template_probe.find_dialect` sets it."""
+        """The message format that the template expects; `template_probe.find_dialect` sets it."""
         self._environment, self._template = _compile(source)
         self._variables = {**self._template.globals, **(special_tokens or {}), **(kwargs or {})}
-        # The longest first, so that a token which begins like another one is found whole.
+        # The longest tokens come first, because one may begin with another.
         tokens = sorted((t for t in control_tokens if len(t) > 1), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, tokens))) if tokens else None
         marks = sorted(image_marks, key=len, reverse=True)
         self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
         self._has_system = self._may_repeat_user = True
-        asked: Message = {"role": "user", "content": "Go on."}
-        if self._takes(asked):
-            self._has_system = self._takes({"role": "system", "content": "Be exact."}, asked)
-            self._may_repeat_user = self._takes(asked, asked)
+        user: Message = {"role": "user", "content": "Go on."}
+        if self._accepts(user):
+            self._has_system = self._accepts({"role": "system", "content": "Be exact."}, user)
+            self._may_repeat_user = self._accepts(user, user)
 
     def render(
         self, messages: Sequence[Message], tools: ToolSchemas = (), *, adds_prompt: bool = True
@@ -79,7 +79,7 @@ class ChatTemplate:
             has_system=self._has_system,
             may_repeat_user=self._may_repeat_user,
         )
-        # What Template.render does, without looking up all globals again: a quarter of its time.
+        # This does the same as Template.render in a quarter of the time, without its new globals.
         context = self._template.new_context(
             {
                 **self._variables,
@@ -92,11 +92,11 @@ class ChatTemplate:
         try:
             with self._environment.limited():
                 return self._environment.concat(self._template.root_render_func(context))
-        except Exception as error:  # whatever it is, the template has caused it
+        except Exception as error:  # any exception is the template's fault
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(f"the chat template refuses the roles {roles}: {error}") from error
 
-    def _takes(self, *messages: Message) -> bool:
+    def _accepts(self, *messages: Message) -> bool:
         try:
             self.render(messages)
         except ConfigError:
@@ -104,7 +104,7 @@ class ChatTemplate:
         return True
 
     def _harmless(self, message: Message) -> Message:
-        """Return the message with control tokens broken up, unless the policy has sampled them."""
+        """Return the message with control tokens split, unless the policy has sampled them."""
         content = message["content"]
         if message["role"] == "assistant":
             return message if self._marks is None else _map_texts(message, self._marks)
@@ -122,7 +122,7 @@ def _broken_up(text: str, tokens: re.Pattern[str]) -> str:
 
 
 def _map_texts(value: Any, tokens: re.Pattern[str]) -> Any:
-    """Break up tokens in all texts of a message, those of its calls, too."""
+    """Split tokens in all texts of a message, including those of its calls."""
     if isinstance(value, str):
         return _broken_up(value, tokens) if tokens.search(value) else value
     if isinstance(value, Mapping):
@@ -131,7 +131,7 @@ def _map_texts(value: Any, tokens: re.Pattern[str]) -> Any:
 
 
 def _compile(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
-    """Compile with the settings and helpers that Hugging Face's templates are written for."""
+    """Compile a template with the settings and helpers that Hugging Face's templates need."""
     import jinja2
 
     from areal_gym.chat.jinja_limits import BoundedEnvironment
@@ -141,6 +141,6 @@ def _compile(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
         return environment, environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"the chat template is broken, line {error.lineno}: {error}") from None
-    # Python compiles what jinja makes of the template, which may nest deeper than Python can.
+    # Jinja generates Python code, which may be nested too deeply for Python's compiler.
     except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
         raise ConfigError(f"the chat template is broken: {error}") from None

@@ -1,4 +1,4 @@
-"""Probes of chat templates: renders generated dialogues to see how a template behaves."""
+"""Probe chat templates: render generated dialogues to find out how a template behaves."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from areal_gym.chat.vision import Vision
 from areal_gym.errors import ConfigError
 from areal_gym.types import ImagePart, Message, TextPart, ToolCall, text_of
 
-# Letters only, so that no template strips, splits or escapes it.
+# The sentinel consists of letters, so that no template strips, splits or escapes it.
 SENTINEL = "ArealGymSentinel"
 _TEXTS = ("Seven.", "x = {1: '2'}\n\nNaïve 数学 🙂 end", "a  b\tc <b>&amp;</b>")
 
 
 WITH_IMAGE = "+image"
-"""Ends a role, in the shape of a reply, whose message has pictures."""
-_PICTURE: ImagePart = {
+"""The suffix of a role, in the shape of a reply, if its message has images."""
+_IMAGE: ImagePart = {
     "type": "image",
     "sha256": "0" * 64,
     "width": 64,
@@ -50,37 +50,40 @@ class ProbedRenderer(Protocol):
         """Return the text between an assistant's text and its next turn."""
 
     def end_in(self, text: str, start: int = 0) -> int:
-        """Return where the first end of a turn begins in `text`; -1 without one."""
+        """Return the position of the first end of a turn in `text`; -1 if there is none."""
 
 
 def first_messages(has_system: bool, text: str = "Go on.") -> list[Message]:
-    """Return the beginning of a reference dialogue."""
+    """Return the first messages of a reference dialogue."""
     system: list[Message] = [{"role": "system", "content": "Be exact."}] if has_system else []
     return [*system, {"role": "user", "content": text}]
 
 
 def reference_answer(reply: Sequence[Message], *, has_call: bool) -> Message:
-    """Return an assistant's turn that `reply` answers; the sentinel ends its text."""
+    """Return an assistant's turn before `reply`; the sentinel ends its text or its calls.
+
+    With `has_call`, it has a call for each tool result in `reply`.
+    """
     if not has_call:
         return {"role": "assistant", "content": SENTINEL}
-    asked = [message for message in reply if message["role"] == "tool"]
-    return {"role": "assistant", "content": "", "tool_calls": [_call_of(m) for m in asked]}
+    results = [message for message in reply if message["role"] == "tool"]
+    return {"role": "assistant", "content": "", "tool_calls": [_call_of(m) for m in results]}
 
 
-def _call_of(answer: Message) -> ToolCall:
+def _call_of(result: Message) -> ToolCall:
     return {
-        "id": answer.get("tool_call_id", "call00000"),
+        "id": result.get("tool_call_id", "call00000"),
         "type": "function",
-        "function": {"name": answer.get("name", "python"), "arguments": {"code": SENTINEL}},
+        "function": {"name": result.get("name", "python"), "arguments": {"code": SENTINEL}},
     }
 
 
-def _tool_answer(text: str, index: int = 0) -> Message:
+def _tool_result(text: str, index: int = 0) -> Message:
     return {"role": "tool", "name": "python", "tool_call_id": f"call{index:05d}", "content": text}
 
 
 def accepts_calls(template: ChatTemplate, reply: Sequence[Message]) -> bool:
-    """Return whether the template writes the calls that `reply` answers."""
+    """Return whether the template writes the calls whose results are in `reply`."""
     answer = reference_answer(reply, has_call=True)
     try:
         text = template.render([*first_messages(False), answer, *reply])
@@ -91,11 +94,11 @@ def accepts_calls(template: ChatTemplate, reply: Sequence[Message]) -> bool:
 
 def knows_tool_role(template: ChatTemplate) -> bool:
     """Return whether the template renders tool results."""
-    answer = _tool_answer(SENTINEL + "A")
+    result = _tool_result(SENTINEL + "A")
     for has_call in (True, False):
-        asking = reference_answer([answer], has_call=has_call)
+        answer = reference_answer([result], has_call=has_call)
         try:
-            text = template.render([*first_messages(True), asking, answer])
+            text = template.render([*first_messages(True), answer, result])
         except ConfigError:
             continue
         if SENTINEL + "A" in text:
@@ -104,30 +107,30 @@ def knows_tool_role(template: ChatTemplate) -> bool:
 
 
 def image_roles(renderer: ProbedRenderer) -> frozenset[str]:
-    """Return the roles in whose messages the template writes each picture, and writes it once.
+    """Return the roles in whose messages the template writes each image exactly once.
 
-    Results of tools are users' messages for a template that knows no tools.
+    Tool results are user messages for a template without tools.
     """
     if renderer.vision is None:
         return frozenset()
     mark = renderer.vision.mark
-    shown: list[TextPart | ImagePart] = [{"type": "text", "text": SENTINEL}, _PICTURE]
+    parts: list[TextPart | ImagePart] = [{"type": "text", "text": SENTINEL}, _IMAGE]
     template, roles = renderer.template, set()
     for role in ("system", "user", "tool"):
-        asked = first_messages(False)
+        first = first_messages(False)
         if role == "system":
-            dialogue: list[Message] = [{"role": "system", "content": shown * 2}, *asked]
+            dialogue: list[Message] = [{"role": "system", "content": parts * 2}, *first]
         elif role == "user":
-            dialogue = [{"role": "user", "content": shown * 2}]
+            dialogue = [{"role": "user", "content": parts * 2}]
         else:
-            answer: Message = {**_tool_answer("7"), "content": shown * 2}
-            has_call = accepts_calls(template, [_tool_answer("7")])
-            dialogue = [*asked, reference_answer([answer], has_call=has_call), answer]
+            result: Message = {**_tool_result("7"), "content": parts * 2}
+            has_call = accepts_calls(template, [_tool_result("7")])
+            dialogue = [*first, reference_answer([result], has_call=has_call), result]
         try:
             text = template.render(dialogue)
         except ConfigError:
             continue
-        # After the calls of a tool, whose sentinel is another one.
+        # The result of a tool comes after its call, which has a sentinel, too.
         if text.count(mark) == 2 and text.rpartition(mark)[0].count(SENTINEL) >= 2:
             roles.add(role)
     if not renderer.knows_tool_role and "user" in roles:
@@ -136,36 +139,36 @@ def image_roles(renderer: ProbedRenderer) -> frozenset[str]:
 
 
 def thinking_opening(template: ChatTemplate) -> str:
-    """Return the header of the assistant's turn from `<think>` on; empty without it."""
-    asked = first_messages(False)
-    text, before = template.render(asked), template.render(asked, adds_prompt=False)
+    """Return the header of the assistant's turn from `<think>` on; empty if it has none."""
+    first = first_messages(False)
+    text, before = template.render(first), template.render(first, adds_prompt=False)
     header = text[len(before) :] if text.startswith(before) else ""
     return header[header.index(THINK) :] if THINK in header else ""
 
 
 def written_before_answers(renderer: ProbedRenderer) -> str:
-    """Return the template's text in history between the header of a turn and the answer."""
-    asked = first_messages(False)
+    """Return the template's text between the header of an earlier turn and its answer."""
+    first = first_messages(False)
     answer: Message = {"role": "assistant", "content": SENTINEL}
-    header = renderer.template.render(asked).removesuffix(renderer.opening)
-    before = renderer.template.render([*asked, answer, *asked]).partition(SENTINEL)[0]
+    header = renderer.template.render(first).removesuffix(renderer.opening)
+    before = renderer.template.render([*first, answer, *first]).partition(SENTINEL)[0]
     return before.removeprefix(header) if before.startswith(header) else ""
 
 
 def drops_thinking(renderer: ProbedRenderer) -> bool:
-    """Return whether the template leaves out the thinking of earlier turns, by design."""
-    asked = first_messages(False)
+    """Return whether the template knows thinking, and leaves out that of earlier turns."""
+    first = first_messages(False)
     answer: Message = {"role": "assistant", "content": "Yes.", "reasoning_content": SENTINEL}
-    newest = renderer.template.render([*asked, answer], adds_prompt=False)
+    newest = renderer.template.render([*first, answer], adds_prompt=False)
     if END_THINK not in renderer.template.source and SENTINEL not in newest:
         return False
-    return SENTINEL not in renderer.render([*asked, answer, *asked])
+    return SENTINEL not in renderer.render([*first, answer, *first])
 
 
 def find_dialect(renderer: ProbedRenderer) -> str | None:
-    """Return the dialect that reads back the template's calls; None if it writes none.
+    """Return the dialect that parses the calls that the template writes; None if it writes none.
 
-    The template's style is set to the one in which they are read back.
+    The template's style is set to the one with which they are parsed correctly.
     """
     for is_exact in (True, False):
         for style in STYLES:
@@ -179,24 +182,24 @@ def find_dialect(renderer: ProbedRenderer) -> str | None:
 
 
 def _dialect_of(renderer: ProbedRenderer, is_exact: bool) -> str | None:
-    """Return the dialect of calls in the template's present style.
+    """Return the dialect of calls in the template's current style; None if none parses them.
 
-    With `is_exact` the whole turn, after its header, must be the call.
+    With `is_exact`, the whole turn after its header must be the call.
     """
-    answer = _tool_answer("7")
-    if not accepts_calls(renderer.template, [answer]):
+    result = _tool_result("7")
+    if not accepts_calls(renderer.template, [result]):
         return None
-    asked = first_messages(False)
-    asking = reference_answer([answer], has_call=True)
+    first = first_messages(False)
+    answer = reference_answer([result], has_call=True)
     try:
-        text = renderer.template.render([*asked, asking], adds_prompt=False)
+        text = renderer.template.render([*first, answer], adds_prompt=False)
     except ConfigError:  # calls are refused without their results
-        text = renderer.template.render([*asked, asking, answer])
+        text = renderer.template.render([*first, answer, result])
         is_alone = False
     else:
         is_alone = True
-    header = renderer.template.render(asked).removesuffix(renderer.opening)
-    head = renderer.template.render(asked, adds_prompt=False)
+    header = renderer.template.render(first).removesuffix(renderer.opening)
+    head = renderer.template.render(first, adds_prompt=False)
     has_header = text.startswith(header)
     turn_text = text[len(header if has_header else head) :].replace(BREAK, "")
     if (end := renderer.end_in(turn_text)) >= 0:
@@ -204,43 +207,43 @@ def _dialect_of(renderer: ProbedRenderer, is_exact: bool) -> str | None:
         turn_text = turn_text[:end]
         if is_alone and is_exact and renderer.end_of_turn in after:
             return None  # DeepSeek's templates write an empty turn after the call
-    wanted = asking["tool_calls"][0]["function"]
-    # The header of the turn may come before the call. No dialect minds what comes before it but
-    # Llama's, whose calls are the whole text.
+    expected = answer["tool_calls"][0]["function"]
+    # The header of the turn may come before the call. Only Llama's dialect does not allow that,
+    # because its calls are the whole text.
     for start in (0,) if is_exact else (0, max(turn_text.rfind('{"name"'), 0)):
         for dialect in DIALECTS:
             message = parse_assistant(turn_text[start:], dialect)
-            is_read = [call["function"] for call in message.get("tool_calls", [])] == [wanted]
-            if is_read and not (is_exact and text_of(message["content"]).strip()):
+            is_parsed = [call["function"] for call in message.get("tool_calls", [])] == [expected]
+            if is_parsed and not (is_exact and text_of(message["content"]).strip()):
                 return dialect
     return None
 
 
 def keeps_prose_as_text(template: ChatTemplate) -> bool:
-    """Return whether a turn of prose and calls must be written as text (DeepSeek V3, R1).
+    """Return whether a turn of prose and calls must be passed as text (DeepSeek V3, R1).
 
-    Such a template writes prose or calls, or both in another order; it takes the results of calls
-    after a turn of text.
+    Such a template writes either prose or calls, or both in another order, and it accepts tool
+    results after a turn of text.
     """
-    asked = first_messages(False)
-    answer = _tool_answer("7")
-    asking = reference_answer([answer], has_call=True)
+    first = first_messages(False)
+    result = _tool_result("7")
+    answer = reference_answer([result], has_call=True)
     try:
-        text = template.render([*asked, {**asking, "content": "ArealGymProse"}, answer])
-        template.render([*asked, {"role": "assistant", "content": SENTINEL}, answer])
+        text = template.render([*first, {**answer, "content": "ArealGymProse"}, result])
+        template.render([*first, {"role": "assistant", "content": SENTINEL}, result])
     except ConfigError:
         return False
     return not 0 <= text.find("ArealGymProse") < text.find(SENTINEL)
 
 
 def _refuses_thought_and_prose(template: ChatTemplate) -> bool:
-    asking = reference_answer([_tool_answer("7")], has_call=True)
+    answer = reference_answer([_tool_result("7")], has_call=True)
     try:
         template.render(
-            [*first_messages(False), {**asking, "content": "A", "reasoning_content": "B"}]
+            [*first_messages(False), {**answer, "content": "A", "reasoning_content": "B"}]
         )
     except ConfigError:
-        return accepts_calls(template, [_tool_answer("7")])
+        return accepts_calls(template, [_tool_result("7")])
     return False
 
 
@@ -248,35 +251,35 @@ class TurnEnds(NamedTuple):
     """The tokens that end an assistant's turns, by kind of turn."""
 
     answer: str
-    """Ends an answer that a user's message follows; it is the newest message."""
+    """The end of an answer that is the newest message, before a user message."""
     call: str
-    """Ends a turn that calls a tool."""
+    """The end of a turn that calls a tool."""
     is_inner: bool
-    """Whether the end of turns in history ends thoughts, too (gpt-oss); sampling then goes on."""
+    """Whether the end of earlier turns also ends thoughts (gpt-oss), where sampling continues."""
     is_by_reply: bool
-    """Whether turns have no end but the next message's header (GLM)."""
+    """Whether only the header of the next message ends a turn (GLM)."""
 
 
 def find_turn_ends(renderer: ProbedRenderer, control_tokens: Sequence[str]) -> TurnEnds:
-    """Return what ends turns, read off their texts."""
-    asked = first_messages(False)
+    """Return the ends of turns, found in the texts that the template writes for them."""
+    first = first_messages(False)
     usual = renderer.end_of_turn
     plain: Message = {"role": "assistant", "content": SENTINEL}
-    before_tools = _after_sentinel(renderer.template, [*asked, plain, _tool_answer("7")], True)
+    before_tools = _after_sentinel(renderer.template, [*first, plain, _tool_result("7")], True)
     starts = (token for token in control_tokens if before_tools.startswith(token))
     by_reply = max(starts, key=len, default="")
     written = before_tools[: -len(renderer.opening) or None]
     if by_reply and by_reply != usual and usual not in written:
         return TurnEnds(usual, by_reply, is_inner=False, is_by_reply=True)
     thought: Message = {**plain, "reasoning_content": "Hm."}
-    prompt = renderer.template.render(asked)
-    newest = renderer.template.render([*asked, thought], adds_prompt=False)
-    spoken = newest.removeprefix(prompt.removesuffix(renderer.opening)).partition(SENTINEL)[0]
-    is_inner = "Hm." in spoken and usual in spoken.partition("Hm.")[2]
-    call = reference_answer([_tool_answer("7")], has_call=True)
+    prompt = renderer.template.render(first)
+    newest = renderer.template.render([*first, thought], adds_prompt=False)
+    turn = newest.removeprefix(prompt.removesuffix(renderer.opening)).partition(SENTINEL)[0]
+    is_inner = "Hm." in turn and usual in turn.partition("Hm.")[2]
+    call = reference_answer([_tool_result("7")], has_call=True)
     ends = []
     for message in (plain, call):
-        tail = _after_sentinel(renderer.template, [*asked, message], False)
+        tail = _after_sentinel(renderer.template, [*first, message], False)
         last = next((t for t in control_tokens if tail.rstrip().endswith(t)), usual)
         ends.append(
             usual if usual in tail or not (is_inner or renderer.end_in(tail) >= 0) else last
@@ -293,7 +296,7 @@ def _after_sentinel(template: ChatTemplate, messages: Sequence[Message], adds_pr
 
 
 def require_end_of_turn(renderer: ProbedRenderer) -> None:
-    """Raise ConfigError unless a turn ends with one token, which no text contains."""
+    """Raise ConfigError unless a turn ends with a single token that no text contains."""
     written = renderer.bridge_text([{"role": "user", "content": "x"}])
     bridge = renderer.encode(written)
     for text in _TEXTS:
@@ -315,9 +318,9 @@ def require_end_of_turn(renderer: ProbedRenderer) -> None:
 def find_difference(
     renderer: ProbedRenderer, has_system: bool, tools: ToolSchemas, shape: tuple[str, ...]
 ) -> str | None:
-    """Return how bridged turns differ from the whole dialogue; None if they are equal.
+    """Return the difference between bridged turns and the whole dialogue; None if they are equal.
 
-    `shape` has the roles of each reply.
+    `shape` has the roles of the messages of each reply.
     """
     for first in _TEXTS:
         num_calls = 0
@@ -348,17 +351,17 @@ def _reply(
     shape: tuple[str, ...], content: str, num_calls: int, style: MessageStyle
 ) -> list[Message]:
     reply: list[Message] = []
-    for kind in shape:
-        role = kind.removesuffix(WITH_IMAGE)
+    for marked_role in shape:
+        role = marked_role.removesuffix(WITH_IMAGE)
         if role == "tool":
-            answer = _tool_answer(content, len(reply))
-            if style.has_named_ids:  # counted through the whole dialogue
-                answer["tool_call_id"] = f"functions.python:{num_calls + len(reply)}"
-            reply.append(answer)
+            result = _tool_result(content, len(reply))
+            if style.has_named_ids:  # numbered through the whole dialogue
+                result["tool_call_id"] = f"functions.python:{num_calls + len(reply)}"
+            reply.append(result)
         else:
             reply.append({"role": role, "content": content})  # type: ignore[typeddict-item]
-        if role != kind:
-            reply[-1]["content"] = [_PICTURE, {"type": "text", "text": content}, _PICTURE]
+        if role != marked_role:
+            reply[-1]["content"] = [_IMAGE, {"type": "text", "text": content}, _IMAGE]
     return reply
 
 
@@ -367,18 +370,18 @@ def _difference(
 ) -> str | None:
     """Compare the bridged turns with the whole dialogue, turn by turn.
 
-    A turn's text is taken from the whole dialogue: calls are in the template's format (their
-    content is None), and some templates write a space before the text.
+    A turn's text is taken from the whole dialogue, because calls are in the template's format
+    (their content is None) and some templates write a space before the text.
     """
     for content, bridge in parts:
         end = renderer.end_in(whole, len(text))
-        spoken = whole[len(text) : end]
-        answer = spoken.removeprefix(renderer.before_answers).strip()
-        if end < 0 or not whole.startswith(text) or content not in (None, spoken.strip(), answer):
-            spoken = content or ""
-        if renderer.encode(spoken + bridge) != renderer.encode(spoken) + renderer.encode(bridge):
+        turn = whole[len(text) : end]
+        answer = turn.removeprefix(renderer.before_answers).strip()
+        if end < 0 or not whole.startswith(text) or content not in (None, turn.strip(), answer):
+            turn = content or ""
+        if renderer.encode(turn + bridge) != renderer.encode(turn) + renderer.encode(bridge):
             return f"the end of a turn is not encoded apart from what comes before: {bridge[:40]!r}"
-        text += spoken + bridge
+        text += turn + bridge
     if whole == text:
         return None
     start = next(

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, with nothing added; and the files that lie beside them."""
+"""Tokenizers, which convert text to ids and back without adding any, and the files beside them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal_gym.errors import ConfigError
 from areal_gym.utils.files import read_bytes
 
 _MOST_BYTES = 2**26
-"""Limit for a tokenizer's settings or a template; the largest in use have a hundredth of it."""
+"""The maximum size of a tokenizer's settings or a template, a hundred times those in use."""
 
 
 class Tokenizer(Protocol):
@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
 
     @property
     def control_tokens(self) -> Sequence[str]:
-        """Texts that `encode` turns into one id of their own which no other text gives."""
+        """The texts that `encode` turns into a single id, which no other text becomes."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with nothing added; control tokens in it become their ids."""
@@ -69,7 +69,7 @@ class FastTokenizer:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in `file`, empty without one; raise ConfigError if it is unreadable."""
+    """Return the object in `file`, or an empty one; raise ConfigError if it is unreadable."""
     if not file.is_file():
         return {}
     try:
@@ -80,8 +80,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_chat_template(directory: Path, config: Mapping[str, Any]) -> str:
-    """Return the template's text, from its own file or the tokenizer's configuration; ConfigError
-    if there is none."""
+    """Return the text of the chat template, from its own file or the tokenizer's configuration.
+
+    Raises:
+        ConfigError: there is no template, or it cannot be read.
+    """
     file = directory / "chat_template.jinja"
     template: Any = config.get("chat_template")
     if file.is_file():
@@ -104,8 +107,10 @@ def read_chat_template(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def read_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that a template may use, such as `bos_token`, from the tokenizer's
-    configuration."""
+    """Return the special tokens by the names that templates use, such as `bos_token`.
+
+    `config` is the tokenizer's configuration.
+    """
     return {
         name: value["content"] if isinstance(value, dict) else value
         for name, value in config.items()

@@ -1,4 +1,4 @@
-"""Reads an assistant's text: its thinking, its tool calls, and the prose around them."""
+"""Parse an assistant's text into its thinking, its tool calls, and the prose around them."""
 
 from __future__ import annotations
 
@@ -21,47 +21,53 @@ class Dialect(NamedTuple):
 
     parse: Callable[[str, ToolSchemas], Parsed]
     write: Callable[[str, dict[str, Any]], str] | None
-    """Returns the text of one call; None: nothing can be called."""
+    """Returns the text of a call; None if the dialect has no calls."""
     markers: tuple[str, ...]
-    """A text is certainly prose until one of these occurs; streaming depends on it."""
+    """The texts with which calls begin; text before any of them can be streamed as prose."""
 
 
 def parse_assistant(
     text: str, dialect: str = DEFAULT_DIALECT, *, tools: ToolSchemas = (), is_thinking: bool = False
 ) -> Message:
-    """Read an assistant's text: its thinking, its tool calls, and the prose around them.
+    """Parse an assistant's text into its thinking, its tool calls, and the prose around them.
 
     Dialects (docs/rendering.md has a table of them):
 
     - "hermes" (Qwen 2.5 and 3): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`;
-    - "qwen3-coder" (Qwen 3.5, too) and "glm": each argument is text between tags; the schema in
+    - "qwen3-coder" (also Qwen 3.5) and "glm": each argument is text between tags; the schema in
       `tools` decides its type;
-    - "deepseek-v3.2": each argument is between tags, which say whether it is text or JSON;
+    - "deepseek-v3.2": each argument is between tags, which mark it as text or JSON;
     - "kimi", "deepseek" (V3, R1), "deepseek-v3.1", "phi4": JSON between the family's own tokens;
     - "harmony" (gpt-oss): a message to `functions.NAME`;
-    - "llama": a text that begins with `<|python_tag|>` or with a call is calls,
-      `{"name": ..., "parameters": {...}}`, several separated by `;`;
+    - "llama": a text that begins with `<|python_tag|>` or with a call consists of calls,
+      `{"name": ..., "parameters": {...}}`, separated by `;`;
     - "pythonic" (Llama 3.2 and 4): the text is a list of calls, `[name(key=value), ...]`;
     - "mistral": `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}`, any number;
     - "fenced": each closed ```` ```python ```` block is a call of the tool `python` with the
       argument `code`;
     - "plain": there are no calls.
 
-    Thinking, `<think>...</think>` before everything else, goes to `reasoning_content`: a number or
-    a call in the thoughts is no answer and no call. A block that is never closed (the turn was cut)
-    is all thinking; a closing tag alone ends what a template has opened. `is_thinking` says that it
-    has, so that without a closing tag, too, the text is all thinking. In gpt-oss's channels,
-    "analysis" is thinking.
+    Thinking, `<think>...</think>` before everything else, goes to `reasoning_content`, so a number
+    or a call in the thoughts is neither an answer nor a call. If the block is not closed (the turn
+    was cut), the whole text is thinking. A closing tag alone ends a block that the template has
+    opened. In gpt-oss's channels, "analysis" is thinking.
 
-    `content` is the text outside the well-formed calls, so that a number inside a call is never
-    taken for an answer and a template that writes calls itself does not write them twice; without
-    calls it is `text` unchanged. A malformed call stays in `content`, and `parse_error` explains
-    the first one. Arguments are always an object; those given as JSON text are decoded.
+    `content` is the text outside the well-formed calls, so a number inside a call is not taken for
+    an answer, and a template that writes calls does not write them twice. Without calls, it is
+    `text` unchanged. A malformed call stays in `content`, and `parse_error` explains the first one.
+    Arguments are always an object; JSON text is decoded.
 
-    Never raises on any `text`; time is linear in its length.
+    No `text` makes it raise, and its time is linear in the length.
+
+    Args:
+        text: the text of a turn.
+        dialect: the format of tool calls.
+        tools: the schemas of the tools.
+        is_thinking: whether the template has opened the thinking block; without a closing tag, the
+            whole text is then thinking.
 
     Raises:
-        ConfigError: no such dialect.
+        ConfigError: the dialect does not exist.
     """
     require_dialect(dialect)
     thinking, text = split_thinking(text, dialect, is_thinking=is_thinking)
@@ -73,7 +79,7 @@ def parse_assistant(
         are_unique = len({call.id for call in calls}) == len(calls)
         message["tool_calls"] = [
             {
-                # Nine letters and digits: what Mistral's templates insist on.
+                # Mistral's templates require ids of nine letters and digits.
                 "id": call.id if call.id and are_unique else f"call{index:05d}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
@@ -86,16 +92,17 @@ def parse_assistant(
 
 
 def require_dialect(dialect: str) -> str:
-    """Return the dialect if it exists; raise ConfigError if not."""
+    """Return the dialect if it exists, or raise ConfigError."""
     if dialect not in DIALECTS:
         raise ConfigError(f"no tool dialect {dialect!r}", hints=choices(dialect, DIALECTS))
     return dialect
 
 
 def write_call(name: str, arguments: dict[str, Any], dialect: str = DEFAULT_DIALECT) -> str:
-    """Return the text of an assistant that calls a tool; `parse_assistant` reads it back.
+    """Return the text of a tool call, which `parse_assistant` can parse.
 
-    Raises ConfigError if there is no such dialect, or it has no words for this call.
+    Raises:
+        ConfigError: the dialect does not exist, or it cannot express this call.
     """
     write = DIALECTS[require_dialect(dialect)].write
     if write is None:
@@ -106,9 +113,9 @@ def write_call(name: str, arguments: dict[str, Any], dialect: str = DEFAULT_DIAL
 def split_thinking(
     text: str, dialect: str = "plain", *, is_thinking: bool = False
 ) -> tuple[str | None, str]:
-    """Return the thinking (None: no thinking block) and the text after it.
+    """Return the thinking, or None if there is no thinking block, and the text after it.
 
-    A closing tag without an opening one may stand in a call of the dialect, where it is text.
+    A closing tag without an opening one may be part of a call's text in the dialect.
     """
     if harmony.has_channels(text):
         return harmony.split_channels(text)
@@ -129,7 +136,7 @@ def split_thinking(
 
 
 def _has_call(text: str, dialect: str) -> bool:
-    """Return whether a call begins in `text`; one letter begins a call only at the beginning."""
+    """Return whether a call begins in `text`; one-letter markers count only at its beginning."""
     start = text.lstrip()
     return any(
         marker in text if len(marker) > 1 else start.startswith(marker)
@@ -138,7 +145,7 @@ def _has_call(text: str, dialect: str) -> bool:
 
 
 def may_begin_thinking(text: str) -> bool:
-    """Return whether a text of which more will come may yet begin with a thought."""
+    """Return whether an incomplete text may turn out to begin with a thought."""
     start = text.lstrip()
     return any(beginning.startswith(start) for beginning in (THINK, *harmony.BEGINNINGS))
 

@@ -1,9 +1,9 @@
-"""A written dialogue as token ids, as if a policy had sampled the assistant's turns.
+"""Convert a written dialogue to token ids, as if a policy had sampled the assistant's turns.
 
-The same path as in an episode (`Dialogue`): what the assistant says is encoded apart from what it
-reads, and ends with the end of turn, so that a policy which learns from transcripts is asked, in
-episodes, exactly what it has seen. Where the template rewrites its earlier text the dialogue forks,
-and there is one transcript for each branch.
+`Dialogue` is used as in an episode: the assistant's turns are encoded separately from the text
+before them, and end with the end of turn. A policy that learns from transcripts therefore sees the
+same token sequences in episodes. If the template rewrites its earlier text, the dialogue forks, and
+there is a transcript for each branch.
 """
 
 from __future__ import annotations
@@ -23,26 +23,30 @@ from areal_gym.types import Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transcript:
-    """One branch of a dialogue; both tuples have its length T."""
+    """A branch of a dialogue of T tokens: `token_ids` and `mask`, both of length T."""
 
     token_ids: tuple[int, ...]
     mask: tuple[bool, ...]
-    """True on the assistant's tokens, ends of its turns included."""
+    """True for the assistant's tokens, including the ends of its turns."""
     num_prompt: int
-    """Number of tokens before the assistant's first."""
+    """The number of tokens before the assistant's first."""
     images: tuple[ImageRef, ...] = ()
-    """The pictures among the tokens."""
+    """The images among the tokens."""
 
 
 def transcribe(
     renderer: Renderer, messages: Sequence[Message], tools: ToolSchemas = (), *, num_given: int = 0
 ) -> list[Transcript]:
-    """Return a dialogue's branches, mostly one; what follows the last assistant turn is left out.
+    """Return the branches of a dialogue, usually one, up to the last turn of the assistant.
 
-    The first `num_given` messages belong to the prompt, whoever said them.
+    Args:
+        renderer: the policy's renderer.
+        messages: the messages of the dialogue.
+        tools: the schemas of the tools.
+        num_given: the number of messages, of any role, that belong to the prompt.
 
     Raises:
-        DataError: the assistant says nothing, or speaks first, or twice in a row.
+        DataError: the assistant has no turn, or the first one, or two in a row.
         ConfigError: the template refuses the messages.
     """
     dialogue = Dialogue(renderer, tools)
@@ -52,18 +56,18 @@ def transcribe(
     images: tuple[ImageRef, ...] = ()
     num_prompt = 0
     new: list[Message] = []
-    for place, message in enumerate(messages):
-        if message["role"] != "assistant" or place < num_given:
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or index < num_given:
             new.append(message)
             continue
         if not new:
             raise DataError(
                 "the assistant speaks first"
-                if place == 0
-                else f"the assistant speaks twice in a row (message {place + 1})"
+                if index == 0
+                else f"the assistant speaks twice in a row (message {index + 1})"
             )
         prompt = dialogue.prompt(new)
-        reply = messages[place + 1] if place + 1 < len(messages) else None
+        reply = messages[index + 1] if index + 1 < len(messages) else None
         end_id = renderer.sampled_end_id(message, reply)
         sampled = [*renderer.encode(sampled_text(renderer, message)), end_id]
         dialogue.answer(prompt, sampled)
@@ -81,39 +85,38 @@ def transcribe(
 
 
 def sampled_text(renderer: Renderer, message: Message) -> str:
-    """Return the text that a policy would sample, up to the end of turn, to send this message.
+    """Return the text, up to the end of turn, that a policy would sample to write this message.
 
-    Calls and thinking are in the template's own words where it has some.
+    Calls and thinking are in the template's format, if it has one.
 
     Raises:
         ConfigError: the template does not write the message after the header of a turn.
     """
-    asked: list[Message] = [{"role": "user", "content": "x"}]
+    first: list[Message] = [{"role": "user", "content": "x"}]
     template = renderer.template
     if "tool_calls" in message and renderer.written_dialect is None:
         message = plain_tools.as_text(message)
-    header = template.render(asked).removesuffix(renderer.opening)
-    text = template.render([*asked, message], adds_prompt=False)
-    spoken = text.removeprefix(header)
-    end = len(spoken) if renderer.turn_ends.is_by_reply else renderer.last_end(spoken)
+    header = template.render(first).removesuffix(renderer.opening)
+    text = template.render([*first, message], adds_prompt=False)
+    turn = text.removeprefix(header)
+    end = len(turn) if renderer.turn_ends.is_by_reply else renderer.last_end(turn)
     if not text.startswith(header) or end < 0:
         raise ConfigError(
             "the chat template writes an assistant's message in history otherwise than it is asked "
             f"for: {text[:60]!r} does not begin with {header[:60]!r}"
         )
-    spoken = spoken[:end].replace(BREAK, "")
+    turn = turn[:end].replace(BREAK, "")
     thought = message.get("reasoning_content", "")
-    if thought.strip() not in spoken:  # some templates never write thoughts in history
-        spoken = f"{THINK}\n{thought}\n{END_THINK}\n\n{spoken}"
-    if spoken.startswith(renderer.opening):
-        return spoken.removeprefix(renderer.opening)
+    if thought.strip() not in turn:  # some templates do not write the thoughts of earlier turns
+        turn = f"{THINK}\n{thought}\n{END_THINK}\n\n{turn}"
+    if turn.startswith(renderer.opening):
+        return turn.removeprefix(renderer.opening)
     # The header has opened a thought that this message does not have.
-    return spoken if END_THINK in renderer.opening else f"\n{END_THINK}\n\n{spoken.lstrip()}"
+    return turn if END_THINK in renderer.opening else f"\n{END_THINK}\n\n{turn.lstrip()}"
 
 
 def closing_ids(renderer: Renderer) -> tuple[int, ...]:
-    """Return the ids that the template writes after the last end of turn of a dialogue, often a
-    newline."""
+    """Return the ids that the template writes after the last end of turn, often a newline."""
     answer: Message = {"role": "assistant", "content": "x"}
     text = renderer.template.render([{"role": "user", "content": "x"}, answer], adds_prompt=False)
     if renderer.turn_ends.is_by_reply:

@@ -1,11 +1,11 @@
-"""Facts of a vision-language checkpoint that rendering needs: what stands for a picture, how long.
+"""The placeholders of images in the token ids of vision-language models, and their number.
 
-    template      ... <|image_pad|> ...                   one mark per picture
+    template      ... <|image_pad|> ...                   one mark per image
     row           ... 151655 151655 151655 ...            one placeholder per feature of the tower
     wire          ... 151655 ...                          servers expand it themselves
 
-The number of placeholders follows from the picture's size alone, so no pixel is looked at, and no
-processor class of transformers is needed (those of Qwen want torchvision).
+The number of placeholders depends only on the image's size, so images are not decoded, and no
+processor class of transformers is needed (Qwen's require torchvision).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from areal_gym.message_types import ImagePart, ImageRef, Message, images_of, tex
 
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 FAMILIES = (*_QWEN, "gemma3")
-"""Values of `model_type` in `config.json` whose pictures are known here."""
+"""The supported families: values of `model_type` in `config.json`."""
 _LONGEST_SIDES = 200
-"""Qwen's processors refuse pictures whose sides have a larger ratio."""
+"""The maximum ratio of an image's sides that Qwen's processors accept."""
 
 
 class Rendered(NamedTuple):
-    """Token ids with their pictures."""
+    """Token ids, and the images among them."""
 
     token_ids: tuple[int, ...]
     images: tuple[ImageRef, ...] = ()
@@ -36,26 +36,30 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchGrid:
-    """Geometry of Qwen's towers: the picture is scaled to whole squares of patches.
+    """The geometry of Qwen's vision towers: an image is scaled to whole squares of patches.
 
     Source: `smart_resize` of transformers' `qwen2_vl` (Qwen2-VL, arXiv:2409.12191, section 2.1).
     """
 
     patch_size: int
     merge_size: int
-    """Patches of a side that become one placeholder."""
+    """The side, in patches, of the square that becomes one placeholder."""
     min_pixels: int
     max_pixels: int
 
     def size_of(self, width: int, height: int) -> tuple[int, tuple[int, int, int]]:
-        """Return the number of placeholders, and the patches in time, height and width."""
+        """Return the number of placeholders, and that of patches in time, height and width.
+
+        Raises:
+            ConfigError: the image is too narrow.
+        """
         if max(width, height) > _LONGEST_SIDES * min(width, height):
             raise ConfigError(
                 f"a picture of {width} x {height} pixels is too narrow: this policy's processor "
                 f"takes sides with a ratio of at most {_LONGEST_SIDES}"
             )
         unit = self.patch_size * self.merge_size
-        # Python rounds halves to even numbers, as the original does.
+        # `round` rounds halves to even numbers, as the original code does.
         rows, columns = round(height / unit), round(width / unit)
         if rows * columns * unit**2 > self.max_pixels:
             scale = math.sqrt(height * width / self.max_pixels)
@@ -69,36 +73,36 @@ class PatchGrid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vision:
-    """Describes how a checkpoint takes pictures."""
+    """The image format of a vision-language checkpoint."""
 
     family: str
-    """`model_type` of its configuration."""
+    """The `model_type` in the checkpoint's configuration."""
     mark: str
-    """The text that the chat template writes for a picture."""
+    """The text that the chat template writes for an image."""
     written: str
-    """The text that the family's processor writes in its place, with one `placeholder`."""
+    """The text with which the family's processor replaces `mark`; it has one `placeholder`."""
     placeholder: str
     placeholder_id: int
-    """The id that is repeated once for each of the tower's features."""
+    """The id that is repeated for each of the tower's features."""
     banned_ids: tuple[int, ...]
-    """Ids that no policy may sample, because engines take them for pictures."""
+    """The ids that a policy may not sample, because engines would take them for images."""
     grid: PatchGrid | None
-    """None if all pictures have `num_placeholders`."""
+    """The geometry of patches; None if all images have `num_placeholders`."""
     num_placeholders: int = 0
 
     @classmethod
     def from_checkpoint(cls, directory: Path, tokenizer: Tokenizer) -> Vision | None:
-        """Read what a checkpoint says; None for a model without a vision tower.
+        """Read the format from a checkpoint; None for a model without a supported vision tower.
 
         Raises:
-            ConfigError: it has one, but of a family that is not known, or its files lack a fact.
+            ConfigError: a value is missing in the checkpoint's files, or is not supported.
         """
         config = read_json(directory / "config.json")
         if "vision_config" not in config:
             return None
         family = str(config.get("model_type"))
         if family not in FAMILIES:
-            # It may be trained on texts all the same.
+            # Such a model can still be trained on text.
             return None
         processor = read_json(directory / "processor_config.json")
         pictures = processor.get("image_processor") or read_json(
@@ -171,20 +175,20 @@ class Vision:
         )
 
     def size_of(self, image: ImagePart) -> tuple[int, tuple[int, int, int] | None]:
-        """Return a picture's number of placeholders, and its grid of patches where it has one."""
+        """Return an image's number of placeholders, and its grid of patches if it has one."""
         if self.grid is None:
             return self.num_placeholders, None
         return self.grid.size_of(image["width"], image["height"])
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[ImagePart]) -> Rendered:
-        """Return a rendered row with all placeholders of its pictures.
+        """Return a rendered row with all placeholders of its images.
 
         Args:
-            token_ids: ids of the template's text, with one placeholder per picture.
-            images: the pictures, in order.
+            token_ids: the ids of the template's text, with one placeholder per image.
+            images: the images, in order.
 
         Raises:
-            ConfigError: the text has more or fewer placeholders than pictures.
+            ConfigError: the numbers of placeholders and images differ.
         """
         num_placed = token_ids.count(self.placeholder_id)
         if num_placed != len(images):
@@ -204,20 +208,20 @@ class Vision:
         return Rendered((*ids, *token_ids[start:]), tuple(refs))
 
     def processed(self, text: str) -> str:
-        """Return the template's text as the family's processor changes it around pictures."""
+        """Return the template's text with the changes that the family's processor makes."""
         return text if self.mark == self.written else text.replace(self.mark, self.written)
 
 
 def has_image_processor(directory: Path) -> bool:
-    """Return whether a checkpoint says how pictures become pixels."""
+    """Return whether a checkpoint has the configuration of an image processor."""
     names = ("preprocessor_config.json", "processor_config.json")
     return any((directory / name).is_file() for name in names)
 
 
 def banned_ids_of(directory: Path) -> tuple[int, ...]:
-    """Return the ids that no policy of a checkpoint may sample; none if it cannot see.
+    """Return the ids that a checkpoint's policy may not sample; none if it does not accept images.
 
-    Its trainer gives them no probability either.
+    The trainer gives them no probability either.
     """
     if not (directory / "config.json").is_file():
         return ()
@@ -230,26 +234,26 @@ def banned_ids_of(directory: Path) -> tuple[int, ...]:
 
 
 def pictures(messages: Sequence[Message]) -> list[ImagePart]:
-    """Return the pictures of messages, in order."""
+    """Return the images of messages, in order."""
     return [part for message in messages for part in images_of(message["content"])]
 
 
 def with_seen_pictures(messages: Sequence[Message], roles: Collection[str]) -> list[Message]:
-    """Return the messages with pictures in messages of these roles only.
+    """Return the messages with images only in messages of these roles.
 
-    Others follow in a user's message: for results of tools, after the last of them.
+    Other images are moved to a user message after them; for tool results, after the last of them.
     """
     changed: list[Message] = []
     waiting: list[ImagePart] = []
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         content = message["content"]
         images = images_of(content)
         if not images or message["role"] not in roles:
             waiting += images
             message = {**message, "content": text_of(content)}
         changed.append(message)
-        followed_by = messages[place + 1]["role"] if place + 1 < len(messages) else ""
-        if waiting and not (message["role"] == "tool" == followed_by):
+        next_role = messages[index + 1]["role"] if index + 1 < len(messages) else ""
+        if waiting and not (message["role"] == "tool" == next_role):
             changed.append({"role": "user", "content": [*waiting]})
             waiting = []
     return changed
@@ -258,17 +262,17 @@ def with_seen_pictures(messages: Sequence[Message], roles: Collection[str]) -> l
 def seen(
     messages: Sequence[Message], vision: Vision | None, roles: Collection[str]
 ) -> Sequence[Message]:
-    """Return the messages with pictures where the template writes them.
+    """Return the messages with images only in messages whose images the template writes.
 
     Args:
         messages: a dialogue, or a part of one.
-        vision: how the policy takes pictures; None if it cannot see.
-        roles: the roles in whose messages the template writes pictures.
+        vision: the policy's image format; None if it does not accept images.
+        roles: the roles in whose messages the template writes images.
 
     Raises:
-        ConfigError: there are pictures, and the policy cannot see.
+        ConfigError: there are images, and the policy or the template does not accept them.
     """
-    if not pictures(messages):  # only texts, of which some are in parts
+    if not pictures(messages):  # all parts are texts
         return [{**message, "content": text_of(message["content"])} for message in messages]
     if vision is None:
         raise ConfigError(

@@ -1,8 +1,7 @@
-"""Tool calls that write each argument between tags: Qwen3-Coder's, GLM's and DeepSeek V3.2's.
+"""Tool calls with each argument between tags: the formats of Qwen3-Coder, GLM and DeepSeek V3.2.
 
-The tool's JSON schema decides the argument's type; DeepSeek's tags say themselves what is text. A
-tag may stand inside a text: an argument ends only where the next one, or the end of the call,
-follows.
+The tool's JSON schema decides the argument's type; DeepSeek's tags mark texts. A text may contain a
+tag, so an argument ends only at a tag that the next argument or the end of the call follows.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def parse_qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
-    """Read `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
+    """Parse `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
 
     def read(text: str, begin: re.Match[str]) -> tuple[list[Call], int]:
         has_tag = begin[0] == "<tool_call>"
@@ -52,7 +51,7 @@ def parse_qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
 
 
 def parse_glm(text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
-    """Read `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
+    """Parse `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
 
     def read(text: str, begin: re.Match[str]) -> tuple[list[Call], int]:
         named = _GLM_NAME.match(text, begin.end())
@@ -67,7 +66,7 @@ def parse_glm(text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
 
 
 def parse_dsml(text: str) -> Parsed:
-    """Read DeepSeek V3.2's `<｜DSML｜invoke name="NAME">`, its parameters, its end; in a block."""
+    """Parse a block of calls of DeepSeek V3.2: `<｜DSML｜invoke name="NAME">`, parameters, end."""
 
     def read(text: str, begin: re.Match[str]) -> tuple[list[Call], int]:
         named = _DSML_NAME.match(text, begin.end())
@@ -129,9 +128,9 @@ def _arguments(
     closing: str,
     are_texts: dict[str, bool] | None = None,
 ) -> tuple[dict[str, str], int]:
-    """Return the arguments' texts and the place after the last one.
+    """Return the arguments' texts and the position after the last one.
 
-    `are_texts` receives what DeepSeek's tags say of each.
+    `are_texts` is filled, for each argument, with whether DeepSeek's tag marks it as text.
     """
     arguments: dict[str, str] = {}
     while named := key.match(text, start):
@@ -152,7 +151,7 @@ def _typed(
 ) -> dict[str, Any]:
     """Return the arguments with the types of the tool's schema.
 
-    A text that its type cannot be read from stays text, and the tool refuses it with an error.
+    A text that cannot be parsed as its type stays text, and the tool refuses it with an error.
     """
     functions = (tool.get("function", tool) for tool in tools)
     schema = next((f.get("parameters") for f in functions if f.get("name") == name), None) or {}
@@ -164,7 +163,7 @@ def _typed(
 
 
 def _types(schema: Any, definitions: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a schema allows; empty: any."""
+    """Return the types that a schema allows; an empty set allows any."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
     if isinstance(ref := schema.get("$ref"), str):
@@ -192,7 +191,7 @@ def _value(text: str, types: set[str]) -> Any:
     if types == {"string"}:
         return text
     word = text.strip()
-    if word in _PYTHON_WORDS:  # Qwen3-Coder's template writes True and None in Python's words
+    if word in _PYTHON_WORDS:  # Qwen3-Coder's template writes True and None as Python does
         value: Any = _PYTHON_WORDS[word]
     else:
         try:

@@ -61,7 +61,7 @@ class PluginConfig(Settings):
 
 
 class WeightSyncConfig(PluginConfig):
-    """How new weights get to the engine."""
+    """The method that brings new weights to the engine."""
 
     id: str = "auto"
     """The weight sync's id (`areal-gym list weight-syncs`); "auto" is "in-process" for an engine in

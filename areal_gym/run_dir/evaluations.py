@@ -54,7 +54,7 @@ _ROUNDING = 1e-7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationInfo:
-    """How an evaluation was measured, its progress, and its scores."""
+    """The settings, the progress and the scores of an evaluation."""
 
     path: Path
     """The evaluation's directory; for one on a run's schedule, it is the run's."""

@@ -77,7 +77,7 @@ def move_to_trash(run: RunFiles) -> Path:
             hints=["stop it first: Ctrl-C in its terminal"],
         )
     with contextlib.ExitStack() as stack:
-        lock = DirectoryLock(run.path)  # so that nobody resumes the run meanwhile
+        lock = DirectoryLock(run.path)  # a run that is being moved cannot be resumed
         stack.callback(lock.release)
         try:
             trash = run.path.parent / TRASH

@@ -169,6 +169,6 @@ def test_an_engine_of_texts_is_told_so(renderer, tmp_path):
     engine = Blind(["3"], tokenizer=renderer.tokenizer)
     with (
         use_image_store(tmp_path),
-        pytest.raises(UsageError, match="Blind takes texts only"),
+        pytest.raises(UsageError, match="Blind takes only text"),
     ):
         asyncio.run(play_episode(ShapesEnv(), ChatAgent(), engine, renderer))
