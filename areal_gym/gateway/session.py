@@ -150,9 +150,8 @@ class Session:
     ) -> list[Completion]:
         """Return the completions of a request; a retry gets the same ones.
 
-        A request is a retry if its header says so, or if it equals one whose reply was not
-        delivered. Otherwise, a client that sends the same request twice gets two samples. `key` is
-        the hash of the request, and `complete` samples.
+        A request is a retry if its header says so, or if it equals one (by the hash `key`) whose
+        reply was not delivered. Other equal requests get new completions.
         """
         call = self._calls.get(key)
         if call is None or not call.is_reusable(is_retry):
@@ -241,7 +240,7 @@ class Session:
     async def _complete_all(
         self, request: CompletionRequest, on_text: OnText | None
     ) -> list[Completion]:
-        if request.n == 1:  # a task of its own would take as long as the rest of a short call
+        if request.n == 1:  # making a task would take as long as the rest of a short call
             return [await self._complete(request, 0, on_text)]
         tasks = [asyncio.create_task(self._complete(request, i, on_text)) for i in range(request.n)]
         try:
@@ -313,10 +312,7 @@ class Session:
         return replace(params, **{k: v for k, v in fields.items() if v is not None})
 
     def history(self, reply_id: str | None) -> list[Message]:
-        """Return the messages up to a reply, for clients that send only new messages.
-
-        Raises ApiError if the session has no such reply.
-        """
+        """Return the messages up to a reply, for clients that send only new ones, or ApiError."""
         if reply_id is None:
             return []
         if reply_id not in self._histories:
