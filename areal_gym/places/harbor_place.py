@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import io
-import itertools
 import math
 import posixpath
+import secrets
 import shlex
 import socket
 import tarfile
@@ -27,13 +27,15 @@ from areal_gym.places.keeper_commands import KILLED, OUTPUT_BYTES
 
 _GRACE_S = 60.0
 _TRANSFER_S = 600.0
-_TOOLS = ("timeout", "head", "mktemp", "find", "tar", "mkdir", "chmod", "rm", "touch")
+_TOOLS = ("timeout", "head", "mktemp", "find", "tar", "mkdir", "chmod", "rm", "touch", "sleep")
 _ENGINES_OWN = {b"/etc/hosts", b"/etc/hostname", b"/etc/resolv.conf"}
 _STARTED = "/var/tmp/.areal-gym-started"
-# $1: where outputs go, $2: seconds; then the command. `timeout` puts it into a process group of its
-# own, and kills that. Its first line says that the command was reached.
+# $1: where outputs go, $2: seconds; then the command. Only the command's user reaches the folder:
+# what runs beside it as another user cannot put links there, which this shell would follow.
+# `timeout` gives the command a process group of its own, and kills that.
 _RUN = f"""\
 d=$1; limit=$2; shift 2
+mkdir -m 700 "$d" || exit 125
 timeout -s KILL "$limit" "$@" </dev/null >"$d/1" 2>"$d/2"
 echo $? >"$d/code"
 head -c {OUTPUT_BYTES} "$d/1" >"$d/out"; head -c {OUTPUT_BYTES} "$d/2" >"$d/err"
@@ -63,6 +65,7 @@ while [ $n -lt 50 ]; do
     kill -9 "$pid" 2>/dev/null && left=1
   done
   [ -n "$left" ] || exit 0
+  [ $n -lt 5 ] || sleep 0.1 2>/dev/null || sleep 1  # what was killed is not gone at once
 done
 exit 1
 """
@@ -99,7 +102,6 @@ class HarborPlace:
         self._environment = environment
         self._image = image
         self._on_close = on_close
-        self._numbers = itertools.count(1)
         self._own_pids = ""
         """The processes of the backend: those that were there before any command."""
         self._paths = b""
@@ -118,12 +120,14 @@ class HarborPlace:
             raise SandboxError(
                 f"a place of Harbor needs {needed} in its image; missing: {missing.split()}"
             )
-        script = (
-            "for path in /proc/[0-9]*; do echo ${path#/proc/}; done; echo --; "
-            "d=$(mktemp -d /tmp/areal-gym.XXXXXX) && chmod 711 $d && echo $d"
+        script = "for path in /proc/[0-9]*; do echo ${path#/proc/}; done"
+        first, second = [set((await self._exec(script)).split()) for _ in range(2)]
+        self._own_pids = " ".join(sorted(first | second))  # a backend may still be starting some
+        folder = await self._exec(
+            "d=$(mktemp -d /tmp/areal-gym.XXXXXX) && chmod 711 $d && mkdir -m 700 $d/own && "
+            "mkdir -m 1733 $d/run && echo $d"
         )
-        pids, _, folder = (await self._exec(script)).partition("--\n")
-        self._own_pids, self._folder = " ".join(pids.split()), folder.strip()
+        self._folder = folder.strip()
         self._paths = zlib.compress(await self._find("-true"))
         await self._exec(f"touch {_STARTED}")
 
@@ -138,8 +142,7 @@ class HarborPlace:
     ) -> CommandResult:
         """Run a command; at its deadline its process group is killed."""
         self._is_frozen = False
-        folder = f"{self._folder}/{next(self._numbers)}"
-        await self._exec(f"mkdir -m 777 {folder}")
+        folder = f"{self._folder}/run/{secrets.token_hex(8)}"
         limit_s = max(1, math.ceil(timeout_s))
         script = shlex.join(["/bin/sh", "-c", _RUN, "sh", folder, str(limit_s), *argv])
         loop = asyncio.get_running_loop()
@@ -172,7 +175,7 @@ class HarborPlace:
     async def put(self, tar: bytes, path: str) -> None:
         """Unpack an archive below a folder, which is made; SandboxError if a link leads there."""
         path = posixpath.normpath("/" + path)
-        name = f"{self._folder}/{next(self._numbers)}.tar"
+        name = self._new_file()
         with tempfile.TemporaryDirectory() as folder, harbor_errors(f"files for {path}"):
             (Path(folder) / "put.tar").write_bytes(tar)
             await self._environment.upload_file(Path(folder) / "put.tar", name)
@@ -217,7 +220,7 @@ class HarborPlace:
     async def take(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
         """Return an archive of paths; no link is followed on the way to them."""
         self._require_frozen()
-        name = f"{self._folder}/{next(self._numbers)}.tar"
+        name = self._new_file()
         words = []
         for path in paths:
             path = posixpath.normpath("/" + path)
@@ -246,6 +249,10 @@ class HarborPlace:
 
     # ---- the backend's commands -----------------------------------------------------------------
 
+    def _new_file(self) -> str:
+        """Return an unused path that only root reaches."""
+        return f"{self._folder}/own/{secrets.token_hex(8)}"
+
     def _require_frozen(self) -> None:
         if not self._is_frozen:
             raise SandboxError("files are read from a frozen place only: await place.freeze()")
@@ -273,7 +280,7 @@ class HarborPlace:
 
     async def _find(self, condition: str) -> bytes:
         """Return the paths with a condition, each with a NUL behind it."""
-        name = f"{self._folder}/{next(self._numbers)}.paths"
+        name = self._new_file()
         words = _FIND.format(started=_STARTED, condition=condition)
         words = words.replace("( ", "\\( ").replace(" )", " \\)").replace("! ", "\\! ")
         await self._exec(f"{words} >{name} 2>/dev/null; test -s {name}")

@@ -101,11 +101,14 @@ class HarborPlaces:
     async def aclose(self) -> None:
         """Remove all places of this object. May be called twice."""
         await self._pool.aclose()
-        for place in list(self._places):
-            await place.aclose()
+        closing = [place.aclose() for place in list(self._places)]
+        results = await asyncio.gather(*closing, return_exceptions=True)
         folder, self._folder = self._folder, None
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     async def _start(self, image: PlaceImage, limits: PlaceLimits) -> Any:
         """Return one of Harbor's environments, started."""
@@ -147,7 +150,6 @@ class HarborPlaces:
                 memory_mb=limits.memory_mb,
                 storage_mb=limits.storage_mb,
                 workdir=image.workdir,
-                env={name: value.replace("$", "$$") for name, value in image.env.items()},
                 network_mode=mode,
             ),
             network_policy=NetworkPolicy(network_mode=mode),

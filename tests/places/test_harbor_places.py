@@ -140,6 +140,32 @@ def test_tasks_are_played_and_verified_on_an_environment_of_harbor(tools, tmp_pa
     assert play(task, forged, "done", **options).reward == 0.0
 
 
+def test_what_runs_beside_a_command_cannot_write_where_its_results_go(tools):
+    beside = (
+        "import glob, os, time\n"
+        "for _ in range(60):\n"
+        "    for folder in glob.glob('/tmp/areal-gym.*'):\n"
+        "        for name in (folder, folder + '/run', folder + '/own'):\n"
+        "            names = [name, *(f'{name}/{number}' for number in range(40))]\n"
+        "            try: names += [f'{name}/{each}' for each in os.listdir(name)]\n"
+        "            except OSError: pass\n"
+        "            for each in names:\n"
+        "                for end in ('code', 'out'):\n"
+        "                    try: os.symlink('/root/forged', each + '/' + end)\n"
+        "                    except OSError: pass\n"
+        "    time.sleep(0.01)\n"
+    )
+
+    async def episode(place):
+        attack = f'setpriv --reuid 65534 --clear-groups python3 -c "{beside}"; exit 1'
+        result = await sh(place, attack, timeout_s=60)
+        return result, (await sh(place, "ls /root")).stdout
+
+    result, listed = use(episode, PlaceImage(reference=tools))
+    assert (result.exit_code, result.stderr) == (1, b"")
+    assert b"forged" not in listed
+
+
 def test_failures_are_named(tools, tmp_path):
     with pytest.raises(UsageError, match="no environment 'cloudy'"):
         HarborPlaces("cloudy")
