@@ -1,12 +1,12 @@
-"""Divides what a run starts into bundles that Ray places, each on one node.
+"""Divide the processes of a run into bundles; Ray places each bundle on one node.
 
-    ranks    a replica of the model (trainer.parallel: shard x context x tensor) in one bundle if a
-             node has room for it, else in bundles of whole nodes: only replicas exchange gradients
-             between nodes, and those once per update
-    servers  one bundle each: the GPUs of a server are on one node
+    ranks    a replica of the model (trainer.parallel: shard x context x tensor) is one bundle if a
+             node has room for it, or else several bundles that fill nodes, so that mostly replicas
+             exchange gradients between nodes, once per update
+    servers  one bundle each, so that the GPUs of a server are on one node
     workers  one bundle each
 
-Ranks are numbered along the bundles, so that neighbours, which exchange most, share a node.
+Ranks are numbered in the order of the bundles, so neighbours, which exchange most, share a node.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _SHOWN_NODES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """Processes of one role that share a node."""
+    """Processes of one role that are placed on the same node."""
 
     role: Role
     members: tuple[int, ...]
-    """Their numbers: ranks, or indexes of servers and workers."""
+    """The numbers of the processes: ranks, or indexes of servers or workers."""
     each: Resources
     """The resources of one process."""
 
     @property
     def resources(self) -> dict[str, float]:
-        """The resources of all of its processes."""
+        """The resources of all processes of the bundle."""
         return {kind: number * len(self.members) for kind, number in self.each.items()}
 
 
@@ -51,35 +51,41 @@ class Node:
 
 
 def arrange(config: RunConfig, device: str, nodes: Sequence[Node]) -> list[Bundle]:
-    """Return the bundles of a run whose ranks are on `device` ("cpu", or GPUs), ranks first.
+    """Return the bundles of a run, ranks first.
 
-    Replicas are kept within nodes where they fit: as the nodes are now, or as they will be when
-    others have left. Where only single ranks fit, each has a bundle of its own.
+    Replicas stay within nodes if they fit into the resources that are free now, or into all
+    resources of the nodes. If only single ranks fit, each rank is a bundle.
+
+    Args:
+        config: the settings of the run.
+        device: the device of the ranks: "cpu", or the name of an accelerator.
+        nodes: the nodes of the cluster.
     """
     num_ranks = num_ranks_of(config)
     pieces = rank_pieces(config.trainer.layout, device, nodes) if num_ranks else []
     together = _bundles(config, device, pieces)
     apart = _bundles(config, device, [1] * num_ranks)
     free, total = ([dict(getattr(node, name)) for node in nodes] for name in ("free", "total"))
-    for bundles, there in ((together, free), (apart, free), (together, total), (apart, total)):
-        if fits(bundles, there):
+    options = ((together, free), (apart, free), (together, total), (apart, total))
+    for bundles, resources in options:
+        if fits(bundles, resources):
             return bundles
     return together  # the cluster may grow
 
 
 def num_ranks_of(config: RunConfig) -> int:
-    """Return the number of ranks that Ray is to place."""
+    """Return the number of ranks that Ray places."""
     return 0 if config.trainer.runs_in == "thread" else config.trainer.num_ranks
 
 
 def fits(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]]) -> bool:
-    """Return whether all bundles find a node: the largest first, each in the first with room."""
-    left = [dict(node) for node in nodes]
+    """Return whether all bundles fit, placing the largest first, each on the first free node."""
+    free = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=_size, reverse=True):
-        wanted = bundle.resources
-        for node in left:
-            if all(node.get(kind, 0.0) >= number for kind, number in wanted.items()):
-                for kind, number in wanted.items():
+        required = bundle.resources
+        for node in free:
+            if all(node.get(kind, 0.0) >= number for kind, number in required.items()):
+                for kind, number in required.items():
                     node[kind] -= number
                 break
         else:
@@ -88,9 +94,9 @@ def fits(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]]) -> boo
 
 
 def by_node(bundles: Sequence[Bundle], node_of: Sequence[str]) -> list[Bundle]:
-    """Return the bundles with ranks numbered anew, such that those of one node are neighbours.
+    """Return the bundles with ranks renumbered, so that the ranks of a node are neighbours.
 
-    Bundles of different sizes keep their ranks: others would divide a replica.
+    Bundles of different sizes keep their ranks, because new ones would divide a replica.
     """
     places = [i for i, bundle in enumerate(bundles) if bundle.role == "rank"]
     if len({len(bundles[i].members) for i in places}) != 1:
@@ -104,7 +110,7 @@ def by_node(bundles: Sequence[Bundle], node_of: Sequence[str]) -> list[Bundle]:
 
 
 def describe_bundles(bundles: Sequence[Bundle]) -> str:
-    """Return what is asked for, for people: alike bundles once, with their number."""
+    """Return a description of the requested bundles; equal bundles are counted."""
     kinds = Counter(
         (bundle.role, len(bundle.members), tuple(sorted(bundle.resources.items())))
         for bundle in bundles
@@ -116,7 +122,7 @@ def describe_bundles(bundles: Sequence[Bundle]) -> str:
 
 
 def describe_nodes(nodes: Sequence[Node]) -> str:
-    """Return what each node has and has free, for people."""
+    """Return a description of each node's total and free resources."""
     shown = [
         f"{node.name}: {_shown(node.total)}, free {_shown(node.free)}"
         for node in nodes[:_SHOWN_NODES]
@@ -159,14 +165,14 @@ def _needs(num_gpus: int) -> dict[str, float]:
 
 
 def rank_pieces(layout: Layout, device: str, nodes: Sequence[Node]) -> list[int]:
-    """Return how many ranks each bundle has, in the order of the ranks."""
+    """Return the number of ranks of each bundle, in the order of the ranks."""
     needs = _needs(int(device != "cpu"))
     rooms = [min(int(node.total.get(kind, 0) / n) for kind, n in needs.items()) for node in nodes]
     capacity = max(rooms, default=0)
     if not capacity:
-        return [1] * layout.num_ranks  # nodes are yet to come: their size is not known
+        return [1] * layout.num_ranks  # no node can have a rank yet, so sizes are not known
     replica = layout.num_ranks // layout.replicate
-    inner = layout.context * layout.tensor  # they compute the same rows
+    inner = layout.context * layout.tensor  # the ranks that compute the same rows
     piece = min(replica, capacity)
     if replica > capacity >= inner:
         piece -= piece % inner

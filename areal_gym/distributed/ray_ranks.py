@@ -1,12 +1,12 @@
-"""A trainer whose ranks are Ray's actors: on this machine, or on others.
+"""A trainer whose ranks are Ray actors, on this machine or on others.
 
     RayTrainer --groups or examples, in the object store--> a rank for each place: Serving
                <--metrics; weights, part by part, through the object store--
 
-Each rank reads its weights from the checkpoint, which all machines must see.
+Each rank reads its weights from the checkpoint, whose path must exist on all machines.
 
-The ranks meet at the first one's address. When one of them dies, the others wait for it in vain:
-all are ended, and that is a `LostRankError`.
+The ranks connect at the first one's address. If one of them dies, the others would wait for it
+forever; all are ended, and a `LostRankError` is raised.
 """
 
 from __future__ import annotations
@@ -32,17 +32,22 @@ from areal_gym.trainer.parallel.remote_trainer import (
 from areal_gym.utils.statistics import rss_mb
 
 _END_S = 10.0
-"""How long the other ranks may take when one has raised an error: as a rule all raise it."""
+"""How long to wait for the other ranks when one has raised an error, which usually all raise."""
 
 
 class RayTrainer(RemoteTrainer):
-    """A trainer of `config.num_ranks` processes in the cluster's places of the role "rank".
+    """A trainer of `config.num_ranks` processes in the cluster's places with the role "rank".
 
-    Each rank calls `trainer_class` with further `arguments`. It starts from the checkpoint
-    `policy`, which `loader` reads.
+    Args:
+        cluster: the cluster with the places.
+        trainer_class: makes the trainer of each rank.
+        policy: the checkpoint with which the ranks start.
+        config: the settings of the trainer.
+        loader: reads the checkpoint.
+        **arguments: further arguments of `trainer_class`.
 
     Raises:
-        GymError: what `trainer_class` raised.
+        GymError: `trainer_class` raised it.
         LostRankError: a rank did not start.
     """
 
@@ -59,7 +64,7 @@ class RayTrainer(RemoteTrainer):
         import ray
 
         super().__init__(policy, loader, trainer_class, config)
-        # A checkpoint is waited for while the next step is being taken.
+        # The wait for a checkpoint runs concurrently with the next step.
         rank = ray.remote(concurrency_groups={"saved": 1})(_Rank)
         self._ranks = [
             rank.options(**cluster.options("rank", index)).remote()
@@ -86,7 +91,7 @@ class RayTrainer(RemoteTrainer):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks; each on its own machine."""
+        """The process ids of the ranks, which may be on different machines."""
         return self._answers([rank.pid.remote() for rank in self._ranks])
 
     def close(self) -> None:
@@ -107,54 +112,54 @@ class RayTrainer(RemoteTrainer):
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray
 
-        shared = ray.put(arguments)  # once for all ranks of a machine
+        shared = ray.put(arguments)  # sent only once to each machine
         return self._answers([rank.call.remote(method, shared) for rank in self._ranks])[0]
 
     def _ask_each(self, method: str, arguments: Sequence[Any]) -> None:
         pairs = zip(self._ranks, arguments, strict=True)
         self._answers([rank.call.remote(method, (argument,)) for rank, argument in pairs])
 
-    def _answers(self, asked: list[Any]) -> list[Any]:
-        """Return what was asked of ranks 0, 1, ...: their answers, in this order.
+    def _answers(self, calls: list[Any]) -> list[Any]:
+        """Return the results of calls of ranks 0, 1, ..., in this order.
 
         Raises:
-            GymError: a rank's own error.
-            LostRankError: a rank died; names it, and its host.
-            TrainError: Ray could not bring a rank's answer here.
+            GymError: a rank raised it.
+            LostRankError: a rank died; the message has its number and host.
+            TrainError: Ray has lost a rank's answer.
         """
         import ray
 
         error: GymError | None = None
-        waiting, rank = list(asked), 0
+        waiting, rank = list(calls), 0
         try:
             while waiting:
                 ready, waiting = ray.wait(waiting, timeout=None if error is None else _END_S)
                 if not ready:
-                    self.close()  # the others wait for the one that raised
+                    self.close()  # the others wait for the rank that raised
                     break
-                rank = asked.index(ready[0])
+                rank = calls.index(ready[0])
                 answer = ray.get(ready[0])
                 if isinstance(answer, GymError):
                     error = error or answer
             if error is None:
-                return [ray.get(each) for each in asked]
+                return [ray.get(call) for call in calls]
         except ray.exceptions.RayError as lost:
-            # A step and a checkpoint are waited for by two threads; for the second of them, the
-            # ranks that `close` ends here have died too.
+            # Two threads may wait, for a step and for a checkpoint. The second one would report the
+            # ranks that `close` ends here, so the first failure is stored.
             self._first_failure = self._first_failure or (lost, rank)
             self.close()
             raise self._failure(*self._first_failure) from lost
         raise error
 
     def _failure(self, lost: Exception, rank: int) -> TrainError:
-        """Return the error to raise for one of Ray's, which came instead of `rank`'s answer."""
+        """Return the error to raise for an error of Ray, which came instead of `rank`'s answer."""
         import ray
 
         reason = str(lost).strip().splitlines()[0]
         if not isinstance(lost, _deaths()):
             return TrainError(f"Ray has lost an answer of rank {rank} of the trainer: {reason}")
         if isinstance(lost, ray.exceptions.RayActorError):
-            ids = [each._actor_id.hex() for each in self._ranks]
+            ids = [actor._actor_id.hex() for actor in self._ranks]
             rank = ids.index(lost.actor_id) if lost.actor_id in ids else rank
         place = f": {self._places[rank]}" if self._places else ""
         return LostRankError(
@@ -166,16 +171,16 @@ class RayTrainer(RemoteTrainer):
 
 
 def _deaths() -> tuple[type[Exception], ...]:
-    """Return Ray's errors for a process or a machine that is gone."""
+    """Return Ray's errors for a process or a machine that has died."""
     from ray import exceptions as errors
 
-    # An answer is lost with the machine that keeps it, which is its rank's own.
+    # An answer is stored on its rank's machine, and is lost with it.
     machine = (errors.NodeDiedError, errors.LocalRayletDiedError, errors.ObjectLostError)
     return (errors.RayActorError, errors.WorkerCrashedError, errors.OutOfMemoryError, *machine)
 
 
 class _Rank:
-    """The actor of one rank; but for `written`, calls come one after the other."""
+    """The actor of a rank; except for `written`, its calls run one after another."""
 
     def __init__(self) -> None:
         self._serving: Serving | None = None
@@ -213,5 +218,5 @@ class _Rank:
             return readable(error)
 
     def written(self) -> BaseException | None:
-        """Wait for the checkpoint that was begun; return what is wrong with it, if anything."""
+        """Wait until the checkpoint in progress is written; return the error, if any."""
         return self._written.get()

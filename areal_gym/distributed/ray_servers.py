@@ -1,7 +1,7 @@
-"""Servers as Ray actors: each actor starts the server's process on the machine of its place.
+"""Servers in Ray actors: each actor starts a server process on the machine of its place.
 
-An engine starts a `PlacedServer` like a `LaunchedServer`, and starts it again when it has died. The
-server ends with its actor, and the actor with the run.
+An engine starts a `PlacedServer` as it does a `LaunchedServer`, and restarts it after its death.
+The server ends with its actor, and the actor with the run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from areal_gym.errors import EngineError
 
 
 class PlacedServer:
-    """One server on some machine of the cluster; made by `place_servers`."""
+    """A server on a machine of the cluster; `place_servers` makes it."""
 
     def __init__(self, cluster: Cluster, index: int, policy: Path, options: dict[str, Any]) -> None:
         import ray
 
         self.url = ""
         self.log = Path("ray's own")
-        # Ray would kill the server's guard before it can end the server.
+        # Otherwise Ray would kill the guard process before it can end the server.
         place = cluster.options("server", index, RAY_kill_child_processes_on_worker_exit="false")
-        # A GPU that the bundle holds is the only one that the server sees.
+        # Ray lets the server see only the GPUs of its bundle.
         actor_class = ray.remote(_Server).options(**place, max_concurrency=8)
         self._make_actor = partial(actor_class.remote, policy, options)
         self._actor: Any = None
@@ -37,11 +37,14 @@ class PlacedServer:
 
     @property
     def is_running(self) -> bool:
-        """True while process and actor live; the server may still be starting."""
+        """Whether the process and its actor are alive; the server may still be starting."""
         return self._serving is not None and not self._serving.done()
 
     async def reserve(self) -> None:
-        """Occupy the place, and choose the URL, which restarts keep, or raise EngineError."""
+        """Start the actor in its place, which chooses the URL; restarts keep it.
+
+        Raises EngineError if the actor dies.
+        """
         import ray
 
         self._actor = self._make_actor(self.url)
@@ -52,10 +55,10 @@ class PlacedServer:
         self.log = Path(log)
 
     async def start(self) -> None:
-        """Return when the server serves, or raise EngineError with the end of its log."""
+        """Start the server and wait until it serves; raise EngineError with the end of its log."""
         import ray
 
-        if self._serving is not None:  # it died: in the same place, with the same URL
+        if self._serving is not None:  # it died, and is restarted with the same place and URL
             await self.aclose()
         if self._actor is None:
             await self.reserve()
@@ -84,7 +87,7 @@ class PlacedServer:
         ray.kill(actor)  # the server's process ends with it
 
     def last_lines(self, limit: int = 20) -> list[str]:
-        """Return the end of its log, as of its death."""
+        """Return the last lines of the log, as they were when the server died."""
         return self._last_lines[-limit:]
 
     async def _watch(self) -> None:
@@ -99,10 +102,16 @@ class PlacedServer:
 async def place_servers(
     cluster: Cluster, policy: Path, num_servers: int, **options: Any
 ) -> Sequence[PlacedServer]:
-    """Make servers, not yet started, in the places of their role; EngineError: an actor died.
+    """Make servers in the cluster's places with the role "server", without starting them.
 
-    `policy` is a checkpoint directory, the same path on all machines; `options` are further
-    arguments of `LaunchedServer`.
+    Args:
+        cluster: the cluster with the places.
+        policy: the checkpoint directory, whose path must exist on all machines.
+        num_servers: the number of servers.
+        **options: further arguments of `LaunchedServer`.
+
+    Raises:
+        EngineError: an actor died.
     """
     servers = [PlacedServer(cluster, index, policy, options) for index in range(num_servers)]
     await asyncio.gather(*(server.reserve() for server in servers))
@@ -113,7 +122,7 @@ async def place_servers(
 
 
 class _Server:
-    """One server's process, which ends with the actor's process (see `process_guard`)."""
+    """The actor of a server, whose process ends with the actor's (see `process_guard`)."""
 
     def __init__(self, policy: Path, options: dict[str, Any], url: str) -> None:
         import ray

@@ -1,12 +1,12 @@
-"""Plays episodes in other processes: environments and agents as Ray actors.
+"""Play episodes in other processes: each worker is a Ray actor with environments and an agent.
 
     runner --request--> RolloutWorkers --> the least busy worker: LocalEpisodeRunner --> engine
            <------------trajectory, packed--------------------
 
-The runner still decides which episodes are played and what becomes of groups. Nothing is lost when
-a worker dies: its episodes come back as failures (`WORKER_ERROR`), the runner plays them again
-elsewhere, and the worker is restarted. A worker that is silent for longer than an episode may take
-is killed and restarted, too.
+The runner still decides which episodes are played, and forms the groups. If a worker dies, its
+episodes are returned as failures (`WORKER_ERROR`), the runner plays them again on another worker,
+and the worker is restarted. A worker that does not answer for longer than an episode may take is
+killed and restarted, too.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from areal_gym.rollout.stats import Occupancy
 from areal_gym.types import Trajectory
 
 _PROBE_S = 0.5
-"""The pause between two probes of a worker: is it alive, and what do its episodes wait for?"""
-_START_S = 300.0  # a worker imports what its environment needs, on a machine that may be busy
+"""The pause between two probes of a worker, for whether it is alive and what its episodes do."""
+_START_S = 300.0  # the imports of an environment may take long on a busy machine
 _END_S = 10.0
 _MAX_FAILED_STARTS = 3  # the most failed starts of a worker in a row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSetup:
-    """The parts of a worker; they travel to its process, so all of them must be picklable."""
+    """The parts of a worker, which are pickled and sent to its process."""
 
     env_factory: Callable[[], TextEnv]
     agent: Agent
-    """Each worker has a copy, which plays all of its episodes."""
+    """The agent, of which each worker has one copy for all of its episodes."""
     open_engine: Callable[[], Engine]
-    """Makes an engine over servers that the run publishes to; the worker starts and closes it."""
+    """Makes an engine for the run's servers; the worker starts and closes it."""
     open_renderer: Callable[[], Renderer]
     rollout: RolloutConfig
     env_id: str | None = None
@@ -69,13 +69,13 @@ class WorkerSetup:
 
 
 class RolloutWorkers:
-    """An `EpisodeRunner` of several processes. Start it, and close it."""
+    """An `EpisodeRunner` with several processes; call `start` before and `aclose` afterwards."""
 
     def __init__(self, cluster: Cluster, setup: WorkerSetup, num_workers: int) -> None:
         self.in_flight = Occupancy()
-        """Counts of waiting episodes are as of the last probe, half a second ago at most."""
+        """The counts of episodes; those of waiting ones are up to half a second old."""
         self.num_lost = 0
-        """Workers that died, or had to be killed."""
+        """The number of workers that died or had to be killed."""
         self._cluster = cluster
         self._setup = setup
         self._shipped: Any = None
@@ -87,15 +87,15 @@ class RolloutWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that are ready; each on its own machine."""
+        """The process ids of the workers that are ready, which may be on different machines."""
         return [worker.pid for worker in self._workers]
 
     async def start(self) -> None:
         """Start all workers, and return when they are ready.
 
         Raises:
-            GymError: a worker's environment, agent or engine raised it when it was made; one of
-                them cannot be pickled; or a worker does not start.
+            GymError: an environment, an agent or an engine could not be made or pickled, or a
+                worker did not start.
         """
         import ray
 
@@ -143,7 +143,7 @@ class RolloutWorkers:
         return unpack_trajectory(json.loads(row), request.task)
 
     async def aclose(self) -> None:
-        """End the workers and what they hold. Idempotent."""
+        """End the workers and their episodes. Idempotent."""
         self._fatal = self._fatal or InfrastructureError("the rollout workers were closed")
         self._changed.set()
         for task in self._supervisors:
@@ -178,7 +178,7 @@ class RolloutWorkers:
         import ray
 
         num_failed = 0
-        # Beside the episodes: start, probes, and the end.
+        # Besides the episodes, there are calls to start, to probe and to close.
         num_calls = self._setup.rollout.max_in_flight + 8
         place = self._cluster.options("worker", index)
         actor_class = ray.remote(_WorkerActor).options(**place, max_concurrency=num_calls)
@@ -198,7 +198,7 @@ class RolloutWorkers:
             except GymError as error:
                 self._fatal = error
             except asyncio.CancelledError:
-                # Its episodes end, and what they hold; if that is slow, it is killed next.
+                # Let its episodes end; if that takes too long, the worker is killed below.
                 with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
                     async with asyncio.timeout(_END_S):
                         await worker.actor.aclose.remote()
@@ -216,7 +216,7 @@ class RolloutWorkers:
         worker.pid = started
         self._workers.append(worker)
         self._changed.set()
-        # No worker's loop is blocked for longer than an episode may take.
+        # An episode may block the worker's loop, but not for longer than its time limit.
         patience_s = self._setup.rollout.episode_timeout_s + _END_S
         while True:
             await asyncio.sleep(_PROBE_S)
@@ -229,7 +229,7 @@ class RolloutWorkers:
         worker.engine, worker.env = engine, env
 
     def _retire(self, worker: _Worker) -> None:
-        """Give a worker no more requests."""
+        """Send no more requests to a worker."""
         self._count_waiting(worker, 0, 0)
         if worker in self._workers:
             self._workers.remove(worker)
@@ -240,15 +240,15 @@ class RolloutWorkers:
 class _Worker:
     actor: Any
     pid: int = 0
-    """0 until it has started."""
+    """The process id; 0 until the worker has started."""
     num_playing: int = 0
     engine: int = 0
     env: int = 0
     has_images: set[str] = field(default_factory=set)
-    """The hashes of the pictures that it was sent."""
+    """The hashes of the images that the worker has been sent."""
 
     def pictures_for(self, request: EpisodeRequest) -> list[bytes]:
-        """Return the pictures of the task that the worker lacks."""
+        """Return the images of the task that the worker has not been sent yet."""
         missing = [h for h in hashes_in(request.task.data) if h not in self.has_images]
         self.has_images.update(missing)
         return [image_store().read(sha256) for sha256 in missing]
@@ -258,7 +258,7 @@ class _Worker:
 
 
 class _WorkerActor:
-    """One worker, in its own process."""
+    """The actor of a worker, in its own process."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
@@ -268,7 +268,7 @@ class _WorkerActor:
         self._sent_images: set[str] = set()
 
     async def start(self) -> int | GymError:
-        """Make the parts; return the process id, or the error."""
+        """Make the engine, the environments and the runner; return the process id, or an error."""
         setup = self._setup
         set_image_limits(setup.image_limits)
         try:
@@ -292,7 +292,7 @@ class _WorkerActor:
     async def play(
         self, request: EpisodeRequest, pictures: Sequence[bytes] = ()
     ) -> tuple[str, list[bytes]] | GymError:
-        """Return a trajectory, packed, and its pictures that were not sent before."""
+        """Return the packed trajectory, and those of its images that were not sent before."""
         assert self._episode_runner is not None
         for png in pictures:
             self._sent_images.add(image_store().put(png))
