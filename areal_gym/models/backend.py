@@ -1,4 +1,4 @@
-"""Chooses the code that runs a checkpoint: the tiny decoder, or transformers."""
+"""Choose the code that runs a checkpoint: the tiny decoder, or transformers."""
 
 from __future__ import annotations
 

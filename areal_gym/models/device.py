@@ -74,7 +74,7 @@ def pick_device(name: str, setting: str = "device") -> torch.device:
 
 
 def is_accelerator(device: torch.device | str) -> bool:
-    """Return whether it is something else than the CPU."""
+    """Return whether a device is not the CPU."""
     return torch.device(device).type != "cpu"
 
 
@@ -197,7 +197,7 @@ def visible_gpu(environment: Mapping[str, str], index: int) -> str | None:
 
 
 def finish_work(device: torch.device) -> None:
-    """Return when an accelerator has done what this thread has asked for."""
+    """Wait until an accelerator has finished the work that this thread has started."""
     if is_accelerator(device):
         torch.accelerator.current_stream(device).synchronize()
 

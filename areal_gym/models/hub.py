@@ -1,4 +1,4 @@
-"""Models by their name on the Hugging Face hub: found in its cache, else downloaded into it.
+"""Find models of the Hugging Face hub by name, in the hub's cache or by downloading them into it.
 
 Only data is fetched: configs, tokenizers, templates and safetensors. Weights in other formats, and
 code, stay where they are.

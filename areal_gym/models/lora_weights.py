@@ -1,4 +1,4 @@
-"""LoRA adapters in a network: which parameters are theirs, and what the merged weights are.
+"""Find the parameters of LoRA adapters in a network, and merge them into the weights.
 
 W' = W + alpha / r * B A, for linear layers and for the stacked matrices of experts
 (Hu et al. 2021).

@@ -1,4 +1,4 @@
-"""The seam between the trainer and models: what a policy network offers, whatever its family."""
+"""The interface between the trainer and models of all families."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class PolicyModel(nn.Module, ABC):
 
 
 class DialogueScorer(PolicyModel):
-    """A network with a head that gives a dialogue a reward; it predicts no tokens."""
+    """A network with a head that scores dialogues; it does not predict tokens."""
 
     @abstractmethod
     def rewards(self, hidden_BC: Tensor) -> Tensor:

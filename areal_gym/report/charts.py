@@ -1,4 +1,4 @@
-"""Charts as SVG: small, without scripts, in the colors of the page around them."""
+"""Draw charts as small SVG without scripts, in the colors of the surrounding page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs side by side: the settings and the numbers that differ, and which differences are noise.
+"""Compare runs: the settings and numbers that differ, and whether differences are beyond noise.
 
 Every run is compared with the first one. A difference counts when its 95% interval excludes 0:
 

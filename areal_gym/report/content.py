@@ -26,21 +26,21 @@ _PATH = re.compile(r"(?:file:/+|~/|(?<![\w.:/])/)(?:[^\s/'\",:]+/)+([^\s/'\",:]+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The content of a report, whatever its format."""
+    """The content of a report, independent of its format."""
 
     title: str
     lead: str
-    """One sentence."""
+    """A sentence that summarises the run."""
     facts: Mapping[str, str]
-    """The outcome, by name."""
+    """The results, by name."""
     evaluations: Sequence[Mapping[str, Any]]
-    """On held-out tasks: step, sampled (with its 95% interval), greedy."""
+    """The evaluations on held-out tasks: step, sampled (with its 95% interval), greedy."""
     charts: Sequence[Chart]
     changed: Mapping[str, str]
-    """Settings that are not the defaults."""
+    """The settings that differ from the defaults."""
     settings: Mapping[str, str]
     examples: Sequence[tuple[str, Mapping[str, Any]]]
-    """"best" or "worst", and the trajectory without its tokens."""
+    """Pairs of "best" or "worst" and a trajectory without its tokens."""
     used: Sequence[Mapping[str, Any]]
     """The plugins: kind, id, summary, distribution, version."""
     environment: Mapping[str, str]

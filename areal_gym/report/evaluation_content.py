@@ -35,7 +35,7 @@ def collect_evaluation(evaluation: Evaluation) -> Report:
 
 
 def identity(evaluation: Evaluation) -> dict[str, Any]:
-    """Return how an evaluation was measured, by dotted key."""
+    """Return the settings with which an evaluation was measured, by dotted key."""
     info = evaluation.info
     tree = {
         "env": {"id": info.env, "kwargs": dict(info.env_kwargs)},

@@ -1,4 +1,4 @@
-"""A report as one HTML file, without scripts or anything from elsewhere."""
+"""Write a report as one HTML file, without scripts or external resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report in Markdown, with its curves in one picture."""
+"""Write a report in Markdown, with its curves in one image."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _example(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _roles_of_messages(row: Mapping[str, Any]) -> list[str]:
-    """Return the role that wrote each message, where several roles play; else empty texts."""
+    """Return the role that wrote each message; empty texts if only one role plays."""
     roles = [""] * len(row["messages"])
     written = [i for i, message in enumerate(row["messages"]) if message["role"] == "assistant"]
     turns = row.get("turns", ())
