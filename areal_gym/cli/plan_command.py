@@ -43,6 +43,13 @@ _BAR = 40
     help="The mean number of tokens of an episode [half of engine.max_context].",
 )
 @click.option(
+    "--patches",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="The mean number of patches of a task's pictures, for models that see; 0 are texts only "
+    "[one picture of 640 x 480].",
+)
+@click.option(
     "--node-memory",
     type=POSITIVE,
     metavar="GB",
@@ -63,6 +70,7 @@ def plan_command(
     gpu: str,
     num_gpus: int | None,
     tokens: int | None,
+    patches: int | None,
     node_memory: int | None,
     picture: Path | None,
     as_json: bool,
@@ -90,6 +98,7 @@ def plan_command(
         config,
         gpu=gpu,
         tokens_per_episode=tokens,
+        patches_per_task=patches,
         node_bytes=None if node_memory is None else int(node_memory * 1e9),
         say=talk,
     )

@@ -52,6 +52,12 @@ def heads_of(model: PlannedModel) -> tuple[int, int]:
     return num_heads, int(getattr(text, "num_key_value_heads", None) or num_heads)
 
 
+def vocab_size_of(model: PlannedModel) -> int:
+    """Return the number of tokens that the model knows."""
+    text = model if isinstance(model, DecoderConfig) else model.get_text_config()
+    return int(text.vocab_size)
+
+
 def _file_bytes(directory: Path, decoder: DecoderConfig) -> int:
     """Return the size of the files of weights; where there are none, as if in bfloat16."""
     files = sum(file.stat().st_size for file in directory.glob("*.safetensors"))

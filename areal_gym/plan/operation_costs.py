@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d, get_process_group_ranks
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _NAMES = {
     "allgather": "all-gather",
@@ -25,6 +25,11 @@ _NAMES = {
     "broadcast": "broadcast",
 }
 """How operations of torch.distributed begin, and what they are called in plans."""
+_UNMASKED = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+"""Attention of towers, which has no mask; that of texts is counted by its pairs of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +55,28 @@ class Costs:
     """Operations of matrix products, as torch's `FlopCounterMode` counts them."""
     bytes_by_link: Counter[Link] = field(default_factory=Counter)
     """Bytes of the tensors that collectives carry, whole, by the link they use."""
+    tower_flops: int = 0
+    """Of `flops`, those of forward passes of a vision tower."""
 
     def copy(self) -> Costs:
         """Return the sums as they are now."""
-        return Costs(self.flops, Counter(self.bytes_by_link))
+        return Costs(self.flops, Counter(self.bytes_by_link), self.tower_flops)
 
     def __add__(self, other: Costs) -> Costs:
         """Return the sums of both."""
-        return Costs(self.flops + other.flops, self.bytes_by_link + other.bytes_by_link)
+        links = self.bytes_by_link + other.bytes_by_link
+        return Costs(self.flops + other.flops, links, self.tower_flops + other.tower_flops)
 
     def times(self, factor: float) -> Costs:
         """Return multiples of the sums."""
         links = {link: round(factor * size) for link, size in self.bytes_by_link.items()}
-        return Costs(round(factor * self.flops), Counter(links))
+        tower_flops = round(factor * self.tower_flops)
+        return Costs(round(factor * self.flops), Counter(links), tower_flops)
 
     def __sub__(self, other: Costs) -> Costs:
         """Return what came after `other`."""
-        return Costs(self.flops - other.flops, self.bytes_by_link - other.bytes_by_link)
+        links = self.bytes_by_link - other.bytes_by_link
+        return Costs(self.flops - other.flops, links, self.tower_flops - other.tower_flops)
 
     def add(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any
@@ -75,6 +85,8 @@ class Costs:
         packet = getattr(func, "_overloadpacket", None)
         if packet is torch.ops.aten._grouped_mm:
             self.flops += _grouped_flops(*args[:2])
+        elif packet in _UNMASKED and (kwargs or {}).get("attn_mask") is None:
+            self.flops += _attention_flops(packet, args)
         elif (formula := flop_registry.get(packet)) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         elif (name := collective_of(func)) is not None:
@@ -119,3 +131,12 @@ def _grouped_flops(left: Tensor, right: Tensor) -> int:
     """Return the operations of experts' products: [N, K] with [E, K, O], or [K, N] with [N, O]."""
     num_rows, inner = left.shape
     return 2 * num_rows * inner * right.shape[-1]
+
+
+def _attention_flops(packet: Any, args: Sequence[Any]) -> int:
+    """Return the operations of attention of all to all."""
+    if packet is _UNMASKED[0]:
+        query, key, value = (tensor.shape for tensor in args[:3])
+        return int(sdpa_flop_count(query, key, value))
+    gradient, query, key, value = (tensor.shape for tensor in args[:4])
+    return int(sdpa_backward_flop_count(gradient, query, key, value))

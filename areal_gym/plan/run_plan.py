@@ -40,6 +40,9 @@ PROCESS_BYTES = 2e9
 """Host memory of a process with torch and a GPU: libraries, the driver's own, pinned buffers."""
 TOKEN_BYTES = 64
 """Host memory of a token of a batch in the driver: ids, log-probabilities, masks, text."""
+_TOWER_PASSES = {"frozen": 1, "projector": 1, "full": 3}
+"""Operations of a tower in training over those of its forward pass, by `trainer.vision`; the
+projector's own backward pass is small, and counted with the texts."""
 _BUCKET_COPIES = {"distributed": 2, "tensor": 4}
 """How many copies of a bucket rank 0 holds, by weight sync."""
 _TRAINED = ("weights", "gradients", "states")
@@ -144,13 +147,16 @@ def plan_run(
     *,
     gpu: str,
     tokens_per_episode: int | None = None,
+    patches_per_task: int | None = None,
     node_bytes: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> RunPlan:
     """Return the plan of a run on GPUs of one kind.
 
-    `tokens_per_episode` is the mean; by default half of `engine.max_context`. Of a model on the
-    Hugging Face hub only the config is downloaded, after a line to `say`.
+    `tokens_per_episode` is the mean; by default half of `engine.max_context`. So is
+    `patches_per_task`, of the distinct pictures of an episode's task, or of a fixed example: by
+    default one picture of 640 x 480, if the model sees; 0 plans for texts only. Of a model on the
+    hub only the config is downloaded, after a line to `say`.
 
     Raises:
         ConfigError: `engine.model` has no config that can be trained, or the settings do not fit.
@@ -164,11 +170,15 @@ def plan_run(
         )
     model = model_to_plan(config, say)
     servers = _servers(config, model, figures)  # what cannot be served is said at once
-    step = simulate_step(config, model)
+    step = simulate_step(config, model, has_pictures=patches_per_task != 0)
     tokens = tokens_per_episode or config.engine.max_context // 2
     step_tokens = _sequences(config) * tokens
     servers = _servers(config, model, figures, step.shape)
-    training = _training(config, step, step_tokens, tokens)
+    step_patches = _num_examples(config) * (patches_per_task or step.patches_per_picture)
+    if not step.num_patches:
+        step_patches = 0
+    training = _training(config, step, step_tokens, step_patches, tokens)
+    tower_flops = _tower_flops(config, step) * step_patches / max(1, step.num_patches)
     estimate, traffic = _estimate(config, step, servers, training, figures, tokens)
     rank_bytes, host_bytes = _offloaded(config, step)
     buckets = _bucket_bytes(config, step)
@@ -205,7 +215,8 @@ def plan_run(
             num_tokens=step_tokens,
             num_pairs=_pairs(step.shape, step_tokens, tokens),
             num_logits=step_tokens,
-        ),
+        )
+        + tower_flops,
         computed_flops=training.computed_flops * config.trainer.num_ranks,
         traffic_bytes=traffic,
         seconds=estimate.seconds,
@@ -228,24 +239,37 @@ def _servers(
     )
 
 
-def _training(config: RunConfig, step: SimulatedStep, step_tokens: int, length: int) -> Training:
+def _training(
+    config: RunConfig, step: SimulatedStep, step_tokens: int, step_patches: int, length: int
+) -> Training:
     """Return what a rank computes and sends in a step."""
     trainer = config.trainer
-    share = step_tokens / trainer.layout.num_data_ranks / step.num_tokens
-    num_microbatches = max(1, math.ceil(share))
+    num_groups = trainer.layout.num_data_ranks
+    share = step_tokens / num_groups / step.num_tokens
+    tower_share = step_patches / num_groups / step.num_patches if step.num_patches else 0.0
+    num_microbatches = max(1, math.ceil(max(share, tower_share)))
     num_updates = 1 if config.objective in SUPERVISED else trainer.minibatches
     costs = step.costs(num_microbatches, num_updates)
-    flops = (step.looks.flops + step.microbatch.flops) * share
+    tower_flops = _tower_flops(config, step)
+    look_flops = step.looks.flops - step.looks.tower_flops
+    pass_flops = step.microbatch.flops - tower_flops
+    flops = (look_flops + pass_flops) * share
+    flops += (step.looks.tower_flops + tower_flops) * tower_share
     pairs = _pairs(step.shape, step_tokens, length) / trainer.num_ranks
     passes = 3 + trainer.recompute_layers
     return Training(
         costs=Costs(round(flops), costs.bytes_by_link),
         attention_flops=4 * step.shape.attention_width * pairs,
-        num_looks=passes * step.looks.flops / max(1, step.microbatch.flops),
+        num_looks=passes * look_flops / max(1, pass_flops),
         recomputes=trainer.recompute_layers,
         updated_bytes=sum(step.peak.get(kind, 0) for kind in _TRAINED),
         num_updates=num_updates,
     )
+
+
+def _tower_flops(config: RunConfig, step: SimulatedStep) -> int:
+    """Return the operations of a tower in the passes of one micro-batch that trains."""
+    return _TOWER_PASSES[config.trainer.vision] * step.microbatch.tower_flops
 
 
 def _estimate(
@@ -292,8 +316,13 @@ def _estimate(
 def _sequences(config: RunConfig) -> int:
     """Return the episodes, or the rows of examples, that a step trains on."""
     if config.objective not in SUPERVISED:
-        return config.rollout.batch_groups * config.rollout.group_size
-    return config.data.batch_size * (1 if config.objective == "sft" else 2)
+        return _num_examples(config) * config.rollout.group_size
+    return _num_examples(config) * (1 if config.objective == "sft" else 2)
+
+
+def _num_examples(config: RunConfig) -> int:
+    """Return the groups of episodes, or the fixed examples, that a step trains on."""
+    return config.data.batch_size if config.objective in SUPERVISED else config.rollout.batch_groups
 
 
 def _pairs(shape: ModelShape, num_tokens: float, length: int) -> float:

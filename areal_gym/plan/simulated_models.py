@@ -34,7 +34,9 @@ from areal_gym.models.tiny.kernels import (
     product_kernels,
 )
 from areal_gym.models.tiny.scored_decoder import RewardModel
+from areal_gym.plan.memory_tracker import MemoryTracker
 from areal_gym.plan.network_shapes import network_of_shapes
+from areal_gym.plan.simulated_pictures import PlannedPictures, SimulatedVision
 from areal_gym.trainer import chunked_logprobs
 
 _ACCELERATOR = torch.device("meta")
@@ -44,7 +46,10 @@ _MAX_HEAD_DIM = 256
 
 
 class ModelMaker:
-    """Makes the models of one simulated trainer: policy, reference, critic's trunk."""
+    """Makes the models of one simulated trainer: policy, reference, critic's trunk.
+
+    With `pictures`, they see.
+    """
 
     def __init__(
         self,
@@ -52,11 +57,15 @@ class ModelMaker:
         settings: TrainerConfig,
         sharding: Sharding | None,
         mode: FakeTensorMode,
+        tracker: MemoryTracker,
+        pictures: PlannedPictures | None = None,
     ) -> None:
         self._config = config
         self._is_short = settings.dtype == "bfloat16"
         self._sharding = sharding
         self._mode = mode
+        self._tracker = tracker
+        self.pictures = pictures
 
     def make(
         self, *, is_frozen: bool = False, is_trunk: bool = False, is_reward_model: bool = False
@@ -75,7 +84,11 @@ class ModelMaker:
                 is_trunk=is_trunk or is_reward_model,
             )
             if not is_reward_model:
-                return _SimulatedPolicy(network, self)
+                policy = _SimulatedPolicy(network, self)
+                if self.pictures is not None:
+                    seen = (self.pictures, self._mode, self._tracker)
+                    policy.vision = SimulatedVision(network, *seen)
+                return policy
             with self._mode:
                 weight_1C = torch.zeros(1, self._config.get_text_config().hidden_size)
             return _SimulatedRewardModel(network, weight_1C, self)
@@ -203,7 +216,29 @@ class _HostValues(TorchDispatchMode):
             return False
         if func is torch.ops.aten._grouped_mm.default and tensors[0].dtype == torch.float32:
             return _grouped_product(*args)  # torch knows the shape for bfloat16 only
+        if func in _INDEXING and args[1]:
+            args = [args[0], _places(args[1]), *args[2:]]
         return func(*args, **(kwargs or {}))
+
+
+_INDEXING = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default,
+)
+
+
+def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return indices in which masks with values are the places that they name."""
+    places: list[Tensor | None] = []
+    for index in indices:
+        if type(index) is Tensor and index.dtype == torch.bool:
+            with unset_fake_temporarily():
+                places += index.nonzero(as_tuple=True)
+        else:
+            places.append(index)
+    return places
 
 
 def _grouped_product(left: Tensor, right: Tensor, ends_E: Tensor, *_: Any) -> Tensor:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import PretrainedConfig
 
 from areal_gym.config import RunConfig
 from areal_gym.models.policy_model import ModelShape
-from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.plan.memory_tracker import MemoryTracker
+from areal_gym.plan.model_to_plan import PlannedModel, vocab_size_of
 from areal_gym.plan.operation_costs import Costs
 from areal_gym.plan.simulated_models import ModelMaker, shape_of, surroundings
+from areal_gym.plan.simulated_pictures import planned_pictures
 from areal_gym.plan.simulated_trainers import make_simulated_trainer, simulated_settings
 from areal_gym.trainer.parallel import fsdp
 from areal_gym.trainer.parallel.rank_group import Ranks
@@ -46,6 +46,9 @@ class SimulatedStep:
     """Elements of the largest weight, whole."""
     num_tokens: int
     """Tokens in one micro-batch of one rank."""
+    num_patches: int
+    """Patches of pictures in it; 0 without pictures."""
+    patches_per_picture: int
     looks: Costs
     """Of the passes without a gradient of one micro-batch: reference, proximal policy, values."""
     microbatch: Costs
@@ -61,9 +64,15 @@ class SimulatedStep:
 
 
 def simulate_step(
-    config: RunConfig, model: PretrainedConfig | DecoderConfig, *, is_cpu: bool = False
+    config: RunConfig,
+    model: PlannedModel,
+    *,
+    is_cpu: bool = False,
+    has_pictures: bool = True,
 ) -> SimulatedStep:
     """Take a step as rank 0 of `trainer.num_ranks` would, on an accelerator or on a CPU.
+
+    A model that sees is shown pictures, unless `has_pictures` is false.
 
     It must be called where no process group is: it makes one that sends nothing.
 
@@ -77,19 +86,20 @@ def simulate_step(
         ranks = _LoneRank(layout=settings.layout)
         if settings.num_ranks > 1:
             _ = ranks.fsdp_mesh, ranks.context_group  # meshes hold real numbers
-        maker = ModelMaker(model, settings, sharding, mode)
+        pictures = planned_pictures(config, model) if has_pictures else None
+        tracker = MemoryTracker(vocab_size_of(model))
+        maker = ModelMaker(model, settings, sharding, mode, tracker, pictures)
         with surroundings(mode, is_cpu=is_cpu):
             policy = maker.make(
                 is_frozen=settings.lora is not None, is_reward_model=config.objective == "rm"
             )
             shape = shape_of(policy)
             largest = max(parameter.numel() for parameter in policy.parameters())
-            tracker = MemoryTracker(shape.vocab_size)
             trainer = make_simulated_trainer(policy, config, ranks, maker, tracker)
             trainer.allocate_states()
             with trainer.labelled(tracker), tracker:
                 kept = tracker.now
-                num_tokens = trainer.take_step(config, _NUM_MICROBATCHES)
+                num_tokens = trainer.take_step(config, _NUM_MICROBATCHES, pictures)
     looks, first, second = trainer.sections(tracker.costs)
     return SimulatedStep(
         shape=shape,
@@ -98,6 +108,8 @@ def simulate_step(
         logits=tracker.largest.get("logits", 0),
         largest_weight=largest,
         num_tokens=num_tokens // _NUM_MICROBATCHES,
+        num_patches=0 if pictures is None else pictures.patches_per_microbatch,
+        patches_per_picture=0 if pictures is None else pictures.num_patches,
         looks=looks.times(1 / _NUM_MICROBATCHES),
         microbatch=first,
         update=second - first,

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from areal_gym.config import RunConfig, TrainerConfig
 from areal_gym.config.objective_settings import SUPERVISED
+from areal_gym.message_types import ImageRef
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.plan.memory_tracker import MemoryTracker, labelled_training
 from areal_gym.plan.operation_costs import Costs
 from areal_gym.plan.simulated_models import ModelMaker
+from areal_gym.plan.simulated_pictures import PlannedPictures
 from areal_gym.plugins import registry
 from areal_gym.trainer.algorithms.token_loss import Proximal
 from areal_gym.trainer.batch.examples import Example, TokenRow
@@ -54,7 +56,9 @@ class SimulatedTrainer(PolicyTrainer):
         self._tracker = tracker
         self._begun: list[Costs] = []
 
-    def take_step(self, config: RunConfig, num_microbatches: int) -> int:
+    def take_step(
+        self, config: RunConfig, num_microbatches: int, pictures: PlannedPictures | None
+    ) -> int:
         """Train on a batch that fills so many micro-batches; return its tokens."""
         raise NotImplementedError
 
@@ -131,8 +135,10 @@ class _ByReward(SimulatedTrainer, Trainer):
             ranks=ranks,
         )
 
-    def take_step(self, config: RunConfig, num_microbatches: int) -> int:
-        group = full_group(config, num_microbatches)
+    def take_step(
+        self, config: RunConfig, num_microbatches: int, pictures: PlannedPictures | None
+    ) -> int:
+        group = full_group(config, num_microbatches, pictures)
         self.step([group], 0)
         return sum(len(trajectory.token_ids) for trajectory in group)
 
@@ -154,20 +160,16 @@ class _ByReward(SimulatedTrainer, Trainer):
         return super()._losses(step, batch, indexes, proximal)
 
 
-def full_group(config: RunConfig, num_microbatches: int) -> Group:
-    """Return a group whose rows fill that many micro-batches with tokens to train on."""
+def full_group(
+    config: RunConfig, num_microbatches: int, pictures: PlannedPictures | None = None
+) -> Group:
+    """Return a group whose rows fill that many micro-batches with tokens to train on.
+
+    With `pictures`, each row has some of its own before them.
+    """
     length = config.engine.max_context  # a row is never cut
     budget = max(length, config.trainer.tokens_per_microbatch)
-    spans = (
-        TokenSpan(origin="prompt", token_ids=(1,)),
-        TokenSpan(
-            origin="policy",
-            token_ids=(1,) * (length - 1),
-            logprobs=(-1.0,) * (length - 1),
-            policy_version=0,
-            turn=0,
-        ),
-    )
+    num_rows = budget // length if pictures is None else pictures.num_rows
     task = Task(id="task", data={})
     members = tuple(
         Trajectory(
@@ -175,13 +177,27 @@ def full_group(config: RunConfig, num_microbatches: int) -> Group:
             group_id="group",
             task=task,
             env_id="plan",
-            spans=spans,
+            spans=_full_spans(length, pictures.of_row(number) if pictures else ()),
             turns=(Turn(finish_reason=FinishReason.STOP, reward=float(number % 2)),),
             stop_reason=StopReason.COMPLETED,
         )
-        for number in range(budget // length * num_microbatches)
+        for number in range(num_rows * num_microbatches)
     )
     return Group(id="group", task=task, trajectories=members)
+
+
+def _full_spans(length: int, images: tuple[ImageRef, ...]) -> tuple[TokenSpan, ...]:
+    num_seen = 1 + sum(image.length for image in images)
+    return (
+        TokenSpan(origin="prompt", token_ids=(1,) * num_seen, images=images),
+        TokenSpan(
+            origin="policy",
+            token_ids=(1,) * (length - num_seen),
+            logprobs=(-1.0,) * (length - num_seen),
+            policy_version=0,
+            turn=0,
+        ),
+    )
 
 
 # ---- fixed data --------------------------------------------------------------------------------
@@ -202,8 +218,10 @@ class _Supervised(SimulatedTrainer, Supervised):
             self, policy, simulated_settings(config), objective=objective, ranks=ranks
         )
 
-    def take_step(self, config: RunConfig, num_microbatches: int) -> int:
-        examples = full_examples(config, num_microbatches)
+    def take_step(
+        self, config: RunConfig, num_microbatches: int, pictures: PlannedPictures | None
+    ) -> int:
+        examples = full_examples(config, num_microbatches, pictures)
         self.step(examples)
         return sum(len(row.token_ids) for example in examples for row in example)
 
@@ -241,14 +259,26 @@ def _objective_of(config: RunConfig) -> Objective:
     return Sft()
 
 
-def full_examples(config: RunConfig, num_microbatches: int) -> list[Example]:
+def full_examples(
+    config: RunConfig, num_microbatches: int, pictures: PlannedPictures | None = None
+) -> list[Example]:
     """Return examples whose rows fill that many micro-batches, all but the first tokens marked.
 
-    The two rows of a pair share nothing: no example takes more tokens.
+    The two rows of a pair share nothing: no example takes more tokens. With `pictures`, each
+    example has some of its own.
     """
     length = config.engine.max_context  # a row is never cut
-    row = TokenRow(token_ids=(1,) * length, mask=(False, *(True,) * (length - 1)), num_shared=0)
-    example = (row,) if config.objective == "sft" else (row, row)
-    num_tokens = len(example) * length
-    budget = max(num_tokens, config.trainer.tokens_per_microbatch)
-    return [example] * (budget // num_tokens * num_microbatches)
+    num_each = 1 if config.objective == "sft" else 2
+    budget = max(num_each * length, config.trainer.tokens_per_microbatch)
+    num_examples = budget // (num_each * length)
+    if pictures is not None:
+        num_examples = max(1, min(num_examples, pictures.num_rows))
+
+    def example(number: int) -> Example:
+        images = pictures.of_row(number) if pictures else ()
+        num_seen = 1 + sum(image.length for image in images)
+        mask = (*(False,) * num_seen, *(True,) * (length - num_seen))
+        row = TokenRow(token_ids=(1,) * length, mask=mask, num_shared=0, images=images)
+        return (row,) * num_each
+
+    return [example(number) for number in range(num_examples * num_microbatches)]

@@ -3,30 +3,23 @@
 import gc
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
 
-from areal_gym.config import load_config
-from areal_gym.models.backend import ModelLoader
 from areal_gym.models.flops import training_flops
 from areal_gym.models.hf.hf_loading import build_policy
 from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.models.tiny.hf_config import config_from_hf
-from areal_gym.plan.memory_tracker import MemoryTracker, labelled_training
 from areal_gym.plan.operation_costs import Link
 from areal_gym.plan.simulated_step import simulate_step
-from areal_gym.plan.simulated_trainers import full_examples, full_group
-from areal_gym.plugins import registry
 from areal_gym.trainer.chunked_logprobs import chunk_tokens
-from areal_gym.trainer.objectives.dpo import Dpo
-from areal_gym.trainer.objectives.reward_model import BradleyTerry
-from areal_gym.trainer.objectives.supervised import Sft, Supervised
-from areal_gym.trainer.optimizer import Optimizer
-from areal_gym.trainer.parallel.fsdp import drop_gathered, load_for_training
-from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
-from areal_gym.trainer.trainer import Trainer
+from tests._support.measured_steps import (
+    assert_alike,
+    peak_of_a_real_step,
+    real_trainer,
+    settings,
+)
 from tests._support.rank_processes import on_ranks
 from tests._support.tiny_architectures import tiny_config
 
@@ -39,16 +32,6 @@ SIZES = {
 }
 
 
-def settings(*overrides):
-    return load_config(
-        overrides=[
-            *("engine.model=none", "model.backend=transformers"),
-            *("engine.max_context=256", "rollout.max_new_tokens=64"),
-            *("trainer.tokens_per_microbatch=512", "trainer.optimizer=adamw", *overrides),
-        ]
-    )
-
-
 def config_of(name):
     if name == "tied":
         return tiny_config("qwen3", **SIZES | {"tie_word_embeddings": True})
@@ -57,56 +40,6 @@ def config_of(name):
 
 def simulated(name, *overrides, is_cpu=False):
     return simulate_step(settings(*overrides), config_of(name), is_cpu=is_cpu)
-
-
-class RowsOfItsOwn(Ranks):
-    """Gives every rank as many rows as the simulated one has."""
-
-    def share(self, members, costs):
-        return list(members)
-
-
-def real_trainer(rank, directory, config):
-    """A trainer of this rank and a batch that fills two micro-batches."""
-    torch.set_num_threads(1)
-    layout = config.trainer.layout
-    ranks = RowsOfItsOwn(rank, layout) if layout.num_ranks > 1 else ALONE
-    loader = ModelLoader(backend=config.model.backend, is_reward_model=config.objective == "rm")
-    policy = load_for_training(directory, config.trainer, ranks, loader=loader)
-    if config.objective != "rl":
-        objective = {"sft": Sft, "dpo": partial(Dpo, directory), "rm": BradleyTerry}
-        trainer = Supervised(
-            policy, config.trainer, objective=objective[config.objective](), ranks=ranks
-        )
-        return trainer, full_examples(config, 2)
-    trainer = Trainer(
-        policy,
-        config.trainer,
-        advantage=registry().load("advantages", config.trainer.advantage),
-        loss=registry().load("losses", config.trainer.loss),
-        max_new_tokens=config.rollout.max_new_tokens,
-        reference=directory if config.trainer.kl.coefficient else None,
-        ranks=ranks,
-    )
-    return trainer, [full_group(config, 2)]
-
-
-def peak_of_a_real_step(rank, directory, *overrides):
-    trainer, batch = real_trainer(rank, directory, settings(*overrides))
-    trainer.step(batch, 0)
-    tracker = MemoryTracker(trainer.decoder.shape.vocab_size)
-    drop_gathered(*trainer._frozen_models)  # shards are labelled, here and there
-    for frozen in trainer._frozen_models:
-        tracker.label(frozen.parameters(), "frozen")
-    models = torch.nn.ModuleList([trainer.decoder])
-    if critic := getattr(trainer, "_critic", None):
-        models.append(critic)
-    optimizers = [part for part in trainer._parts() if isinstance(part, Optimizer)]
-    with labelled_training(tracker, models, [each for part in optimizers for each in part.parts]):
-        tracker.label((p for p in models.parameters() if not p.requires_grad), "frozen")
-        with tracker:
-            trainer.step(batch, 1)
-    return tracker.peak
 
 
 OWN_CRITIC = ("trainer.algorithm=ppo", "trainer.critic.trunk=own")
@@ -145,13 +78,6 @@ def on_two_ranks(tmp_path_factory):
     for name in {name for name, _ in TWO_RANKS.values()}:
         checkpoint(directory, name)
     return on_ranks(2, peaks_of_two_ranks, directory)[0]
-
-
-def assert_alike(ours, real):
-    assert sum(ours.values()) == pytest.approx(sum(real.values()), rel=0.1)
-    for kind in ("weights", "states", "frozen", "gradients", "activations", "logits"):
-        allowed = pytest.approx(real.get(kind, 0), rel=0.1, abs=0.01 * sum(real.values()))
-        assert ours.get(kind, 0) == allowed, kind
 
 
 def test_every_part_of_a_real_step_is_simulated(tmp_path):

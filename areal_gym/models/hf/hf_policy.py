@@ -28,7 +28,7 @@ from areal_gym.errors import ConfigError
 from areal_gym.models.context_parallel import ContextGroup
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.hf.cpu_kernels import use_cpu_kernels
-from areal_gym.models.hf.hf_vision import HFVision, PlacedPictures
+from areal_gym.models.hf.hf_vision import HFVision, PlacedPictures, parameters_that_see
 from areal_gym.models.hf.packed_mixing import PackedMixing
 from areal_gym.models.hf.packing_check import require_exact_packing
 from areal_gym.models.hf.routing import RoutingStats, watch_routers
@@ -257,6 +257,7 @@ def shape_of(network: PreTrainedModel, *, num_recurrent: int = 0) -> ModelShape:
                 num_experts = parameter.shape[0]
     num_chosen = getattr(config, "num_experts_per_tok", None) or num_experts
     num_idle = num_expert * (num_experts - num_chosen) // num_experts
+    num_idle += sum(p.numel() for p in parameters_that_see(network))
     return ModelShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

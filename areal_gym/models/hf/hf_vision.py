@@ -329,6 +329,17 @@ class HFVision:
         return logits_NV.masked_fill(is_banned_V, _BANNED)
 
 
+def parameters_that_see(network: PreTrainedModel) -> Iterator[nn.Parameter]:
+    """Yield the parameters of the tower and of the projector, which texts do not pass."""
+    if (tower := _tower_of(network)) is None:
+        return
+    yield from tower.parameters()
+    inner = getattr(network, "model", network)
+    for name in _PROJECTORS:
+        if (part := _submodule(inner, name)) is not None and not name.startswith("visual."):
+            yield from part.parameters()
+
+
 def _inner_of(network: PreTrainedModel) -> Any:
     """Return the module that has the language model and the tower as parts."""
     inner: Any = network
