@@ -6,6 +6,7 @@ it: `{"type": "image_url", "image_url": {"url": "data:..."}}`, `{"type": "image"
 
 from __future__ import annotations
 
+import base64
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 from areal_gym.errors import UsageError
 from areal_gym.images.image_store import image_store
-from areal_gym.images.reading import decode_base64, read_data_url
+from areal_gym.images.reading import ImageLimits, decode_base64, encode_png, read_data_url
 from areal_gym.message_types import is_content
 from areal_gym.types import Content, ImagePart, Message, TextPart, images_of
 
@@ -88,6 +89,49 @@ def _part(part: Any, folder: Path, column: str, number: Iterator[int]) -> Any:
     if _held(part) is None:
         return {"type": "image"}
     return _read(part, folder, f"column {column!r}, picture {next(number)}")
+
+
+def portable_row(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a row whose pictures can be written as JSON: in base64, or as absolute paths.
+
+    Args:
+        row: columns by name; other values than pictures stay.
+        folder: where paths begin.
+
+    Raises:
+        UsageError: a Pillow image has no pixels.
+    """
+    column = image_column(row)
+    return {
+        name: (_portable if name == column else _with_portable_parts)(value, folder)
+        for name, value in row.items()
+    }
+
+
+def _with_portable_parts(value: Any, folder: Path) -> Any:
+    if isinstance(value, Mapping):
+        if value.get("type") in _PARTS:
+            return _portable(value, folder)
+        return {key: _with_portable_parts(each, folder) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_portable_parts(each, folder) for each in value]
+    return value
+
+
+def _portable(value: Any, folder: Path) -> Any:
+    if _is_pillow(value):
+        value = encode_png(value, ImageLimits(max_source_pixels=_LARGEST_FILE))
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, Path) or (
+        isinstance(value, str) and value.lower().endswith(_ENDINGS) and ":" not in value
+    ):
+        return str((folder / value).absolute())
+    if isinstance(value, Mapping):
+        return {key: _portable(each, folder) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(each, folder) for each in value]
+    return value
 
 
 def with_images(messages: Sequence[Message], images: Sequence[ImagePart]) -> list[Message]:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from pathlib import Path
 
 import datasets
 import pandas
@@ -15,6 +16,7 @@ from areal_gym.cli.app import app
 from areal_gym.envs.prompts import PromptsEnv
 from areal_gym.errors import DataError
 from areal_gym.images import ImageStore, image_store, use_image_store
+from areal_gym.runs.interactive.train_arguments import own_settings
 from areal_gym.types import images_of
 from tests._support.picture_rows import saved_policy
 from tests._support.tiny_vision import picture
@@ -208,3 +210,35 @@ def test_command_line_trains_on_a_saved_data_set_with_pictures(tmp_path):
     names = json.loads((out / "trajectories" / "step-000001.jsonl").read_text().splitlines()[0])
     assert any(part["type"] == "image" for part in names["messages"][0]["content"])
     assert len(list(ImageStore(out / "images"))) >= 2
+
+
+PILLOW = picture(7)
+IN_MEMORY = {
+    "Pillow": {"image": PILLOW},
+    "bytes": {"images": [raw(PILLOW)]},
+    "a relative path": {"image": "here.png"},
+    "a Path": {"image": Path("here.png")},
+    "an object": {"image": {"bytes": raw(PILLOW), "path": "elsewhere.png"}},
+    "a part": {"prompt": [{"role": "user", "content": [{"type": "image", "image": PILLOW}]}]},
+    "bytes of a part": {
+        "prompt": [{"role": "user", "content": [{"type": "image", "bytes": raw(PILLOW)}]}]
+    },
+}
+
+
+@pytest.mark.parametrize("form", IN_MEMORY)
+def test_rows_in_memory_are_trained_on_with_their_pictures(form, tmp_path, monkeypatch):
+    """`areal_gym.train(data=rows)` writes rows to a file, from which a run can go on."""
+    monkeypatch.chdir(tmp_path)
+    PILLOW.save("here.png")
+    given = {"data": [{**ROW, **IN_MEMORY[form]}], "reward": "exact"}
+    tree = own_settings(**given, tools=None, model=None, env=None, settings={})
+    monkeypatch.chdir("/")
+    (shown,) = seen(tree["env"]["kwargs"]["tasks"])
+    assert shown == image_store().add(PILLOW)
+
+
+def test_rows_whose_other_columns_are_no_text_are_still_refused():
+    rows = [{**ROW, "image": PILLOW, "extra": b"1"}]
+    with pytest.raises(DataError, match="row 1: a bytes cannot be recorded"):
+        own_settings(data=rows, reward="exact", tools=None, model=None, env=None, settings={})

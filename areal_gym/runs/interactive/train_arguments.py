@@ -22,6 +22,7 @@ from areal_gym.config.settings_model import merged
 from areal_gym.envs.base import TextEnv
 from areal_gym.envs.prompt_rows import plain_value
 from areal_gym.errors import ConfigError, DataError, UsageError
+from areal_gym.images.row_images import portable_row
 from areal_gym.tasks import open_splits
 from areal_gym.tasks.given_tasks import SETTINGS, is_source
 from areal_gym.utils.cache import cache_directory, readable_cache_errors
@@ -185,7 +186,8 @@ def _spooled(rows: Any) -> str:
             try:
                 for row in rows:
                     try:
-                        data = {name: plain_value(value) for name, value in row.data.items()}
+                        shown = portable_row(row.data, Path.cwd())
+                        data = {name: plain_value(value) for name, value in shown.items()}
                     except ValueError as error:
                         raise DataError(f"{row.where}: {error}") from None
                     line = (json.dumps(data, ensure_ascii=False) + "\n").encode()
