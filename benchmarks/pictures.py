@@ -88,7 +88,8 @@ def step(num_repeats: int = 5) -> dict[str, float]:
     assert policy.vision is not None
     policy.vision.set_trained("full")
     generator = random.Random(0)
-    shared, alone = [], []
+    shared: list[Row] = []
+    alone: list[Row] = []
     for number in range(NUM_PROMPTS * NUM_SIBLINGS):
         prompt = number // NUM_SIBLINGS
         answer = [generator.randrange(3, 200) for _ in range(NUM_TOKENS)]
@@ -190,7 +191,7 @@ def host(num_pictures: int = 40) -> dict[str, float]:
     assert policy.vision is not None
     pixels_of = policy.vision._pixels_of
     seeds = range(10_000, 10_000 + num_pictures)
-    pictures = {
+    pictures: dict[str, list[Any]] = {
         "96x96": [drawn(seed, (96, 96)) for seed in seeds],
         "320x240": [drawn(seed, (320, 240)) for seed in seeds],
         "640x480": [drawn(seed) for seed in seeds],

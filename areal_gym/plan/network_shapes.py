@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_tie_weights
+from transformers.initialization import no_init_weights, no_tie_weights
 
 from areal_gym.models.hf.hf_loading import (
     Sharding,
@@ -52,7 +52,9 @@ def network_of_shapes(
         wanted.ep_implementation = _EVEN
     layout, _, mesh = own_class.prepare_distribute_model(wanted)
     with mode:
-        with no_tie_weights():  # as `from_pretrained`: weights are tied when they are laid out
+        # As `from_pretrained`: weights are tied when they are laid out. Without values, truncated
+        # normal ones would be drawn for ever.
+        with no_init_weights(), no_tie_weights():
             network = own_class._from_config(config, attn_implementation=NAME, dtype=dtype)
         if is_trunk:
             network.score = nn.Identity()
