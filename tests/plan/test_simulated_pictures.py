@@ -70,17 +70,13 @@ def test_a_plan_counts_the_tower_by_patches(tmp_path):
     words = tokenizer("qwen3_vl")
     config_of("qwen3_vl", words).save_pretrained(tmp_path)
 
-    def plan(patches, *overrides):
-        config = settings(SMALL, f"engine.model={tmp_path}", *overrides)
+    def plan(patches):
+        config = settings(SMALL, f"engine.model={tmp_path}")
         return plan_run(config, gpu="h100-80gb", patches_per_task=patches)
 
-    texts, few, many = plan(0), plan(100), plan(300)
+    texts, few, many = plan(0), plan(100), plan(300)  # a picture has 140
     assert texts.num_active_parameters < texts.num_parameters
     assert texts.step_flops < few.step_flops < many.step_flops
     assert many.step_flops - texts.step_flops == pytest.approx(
         3 * (few.step_flops - texts.step_flops)
     )
-    # A whole tower has a backward pass of twice its forward pass.
-    trained = plan(300, FULL).step_flops - plan(0, FULL).step_flops
-    assert trained == pytest.approx(3 * (many.step_flops - texts.step_flops))
-    assert plan(None).step_flops == pytest.approx(plan(140).step_flops)
