@@ -174,11 +174,9 @@ def plan_run(
     tokens = tokens_per_episode or config.engine.max_context // 2
     step_tokens = _sequences(config) * tokens
     servers = _servers(config, model, figures, step.shape)
-    step_patches = _num_examples(config) * (patches_per_task or step.patches_per_picture)
-    if not step.num_patches:
-        step_patches = 0
+    patches = (patches_per_task or step.patches_per_picture) if step.num_patches else 0
+    step_patches = _num_examples(config) * patches
     training = _training(config, step, step_tokens, step_patches, tokens)
-    tower_flops = _tower_flops(config, step) * step_patches / max(1, step.num_patches)
     estimate, traffic = _estimate(config, step, servers, training, figures, tokens)
     rank_bytes, host_bytes = _offloaded(config, step)
     buckets = _bucket_bytes(config, step)
@@ -210,13 +208,7 @@ def plan_run(
         host_bytes=_host_bytes(config, step, host_bytes, step_tokens),
         node_bytes=node_bytes,
         step_tokens=step_tokens,
-        step_flops=training_flops(
-            step.shape,
-            num_tokens=step_tokens,
-            num_pairs=_pairs(step.shape, step_tokens, tokens),
-            num_logits=step_tokens,
-        )
-        + tower_flops,
+        step_flops=_model_flops(config, step, step_tokens, step_patches, tokens),
         computed_flops=training.computed_flops * config.trainer.num_ranks,
         traffic_bytes=traffic,
         seconds=estimate.seconds,
@@ -265,6 +257,19 @@ def _training(
         updated_bytes=sum(step.peak.get(kind, 0) for kind in _TRAINED),
         num_updates=num_updates,
     )
+
+
+def _model_flops(
+    config: RunConfig, step: SimulatedStep, step_tokens: int, step_patches: int, length: int
+) -> float:
+    """Return what the model needs in a step, of all ranks."""
+    of_texts = training_flops(
+        step.shape,
+        num_tokens=step_tokens,
+        num_pairs=_pairs(step.shape, step_tokens, length),
+        num_logits=step_tokens,
+    )
+    return of_texts + _tower_flops(config, step) * step_patches / max(1, step.num_patches)
 
 
 def _tower_flops(config: RunConfig, step: SimulatedStep) -> int:
