@@ -41,6 +41,7 @@ class EngineEnv(BaseEnvironment):
                     buildargs=self._build_args,
                     network_mode="none",
                     rm=True,
+                    forcerm=True,
                 )
             except docker.errors.BuildError as error:
                 list(error.build_log)  # read to its end, which closes the connection
