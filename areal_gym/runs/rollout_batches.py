@@ -103,7 +103,7 @@ class RolloutBatches(BatchStream[Group]):
         if journal.num_torn:
             self._prepared.display.say(
                 f"{journal.file.name}: {journal.num_torn} bytes of an unfinished line, left by a "
-                "crash, are moved to a file beside it"
+                f"crash, are moved to {journal.file.name}.torn"
             )
         return journal
 

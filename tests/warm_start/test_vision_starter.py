@@ -35,7 +35,7 @@ def test_small_policy_learns_to_count_by_eye(tmp_path, monkeypatch):
     out = tmp_path / "run"
     done = CliRunner().invoke(app, ["train", "--env", "shapes", *SETTINGS, "--out", str(out)])
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "a small policy is made" in done.output
+    assert "making a small policy" in done.output
     assert "blind guesses 0.20" in done.output
     assert "best demonstrator" not in done.output  # it has copied none to the end
     summary = json.loads((out / "summary.json").read_text())
