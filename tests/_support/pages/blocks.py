@@ -81,7 +81,7 @@ def check_names(command: str) -> None:
         case ["make", *targets]:
             done = subprocess.run(["make", "--dry-run", "-C", ROOT, *targets], capture_output=True)
             assert done.returncode == 0, done.stderr
-        case ["pip", "install", *requirements]:
+        case [program, "install", *requirements] if Path(program).name == "pip":
             named = re.findall(r"(?:areal-gym|\.)\[([\w,-]+)\]", " ".join(requirements))
             assert {*",".join(named).split(",")} <= {*_project()["optional-dependencies"], ""}
         case ["python", "-m", module, *_]:

@@ -75,7 +75,7 @@ EXIT_CODES = ((r"--refused", 1),)
 NOT_RUN = (
     (r"--benchmark ", "needs data that are not shipped"),
     (r"^make ", "installs from a registry"),
-    (r"\bpip install (?!-e)", "asks a registry"),
+    (r"\bpip install (?!-e)|-m venv", "asks a registry"),
     (r"^source ", "makes this very environment the shell's"),
     (r"^ray start", "several machines"),
     (r"doctor", "what is missing here decides its exit code: tests/cli/test_doctor.py"),
