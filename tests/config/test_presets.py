@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 from hypothesis import given
@@ -197,6 +199,6 @@ def test_preset_table_in_the_documentation_is_up_to_date():
     text = (ROOT / "docs" / "algorithms.md").read_text()
     table = text.split("<!-- presets -->")[1].split("<!-- /presets -->")[0].strip().splitlines()
     assert table[2:] == [documented(name) for name in PRESETS]
-    rows = [line.split("|")[1].strip(" `") for line in text.splitlines() if line[:3] == "| `"]
+    rows = re.findall(r"^\| `(\w+)`", text, re.MULTILINE)
     for name in PRESETS:
         assert rows.count(name) == 3, name  # among formulas and benchmarks, too
