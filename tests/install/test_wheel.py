@@ -83,11 +83,11 @@ def test_extra_all_is_the_union_of_extras():
     ]
     (union,) = extras["all"]
     named = set(re.fullmatch(r"areal-gym\[(.+)\]", union)[1].split(","))
-    # Those who work on areal-gym, and a server that wants an environment of its own.
-    assert named == set(extras) - {"all", "dev", "docs", "sglang"}
+    # Those who work on areal-gym, a server that wants an environment of its own, and clouds.
+    assert named == set(extras) - {"all", "dev", "docs", "sglang", "harbor"}
     assert {"train", "ray", "docker", "agents", "search", "viewer"} <= named
     explained = (ROOT / "docs" / "installation.md").read_text()
-    assert [name for name in {*named, "all", "sglang"} if f"`{name}`" not in explained] == []
+    assert [name for name in {*named, "all", "sglang", "harbor"} if f"`{name}`" not in explained] == []
 
 
 # ---- without torch ------------------------------------------------------------------------------
