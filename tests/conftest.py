@@ -34,8 +34,13 @@ settings.load_profile("fixed")
 # What runs in one of them, one test after the other: what shares servers that are dear to start, a
 # container engine, or the one Ray of a machine. Otherwise each file for itself.
 TOGETHER = {"sglang": "servers", "vllm": "servers", "distributed": "servers", "sandbox": "sandbox"}
-# Files of few tests come last, and this one takes a minute.
-TOGETHER["test_annotations.py"] = "sandbox"
+# Files of few tests come last. These take half a minute and more, for which the other processes
+# would wait at the end.
+EARLY = (
+    *("cli/test_train_eval.py", "envs/harbor/", "install/", "rollout/test_soak.py"),
+    *("runs/test_restarts.py", "test_annotations.py", "test_gpu_hour.py", "test_reproduce.py"),
+    *("trainer/test_hf_ranks.py", "trainer/test_lost_writers.py"),
+)
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if WORKER:
@@ -53,8 +58,10 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            file = nodeid.partition("::")[0]
-            return TOGETHER.get(file.split("/")[1], file)
+            file = nodeid.partition("::")[0].removeprefix("tests/")
+            if file.startswith(EARLY):
+                return "sandbox"
+            return TOGETHER.get(file.split("/")[0], file)
 
     return Together(config, log)
 

@@ -87,7 +87,9 @@ def test_extra_all_is_the_union_of_extras():
     assert named == set(extras) - {"all", "dev", "docs", "sglang", "harbor"}
     assert {"train", "ray", "docker", "agents", "search", "viewer"} <= named
     explained = (ROOT / "docs" / "installation.md").read_text()
-    assert [name for name in {*named, "all", "sglang", "harbor"} if f"`{name}`" not in explained] == []
+    assert [
+        name for name in {*named, "all", "sglang", "harbor"} if f"`{name}`" not in explained
+    ] == []
 
 
 # ---- without torch ------------------------------------------------------------------------------

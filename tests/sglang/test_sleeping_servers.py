@@ -8,6 +8,7 @@ from test_runs import config_of
 from areal_gym.engines.sglang.sglang_client import SGLangClient
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
+from tests._support.long_tests import skip_long_if_real
 from tests._support.sglang_processes import require_retract
 from tests._support.sglang_suite import (
     TOLERANCE,
@@ -79,6 +80,9 @@ def test_next_run_wakes_servers_that_a_killed_one_left_asleep(server, policies, 
     ],
 )
 def test_run_with_servers_and_trainer_in_turns(kind, server, policies, shaped_env, tmp_path, extra):
+    if "trainer.num_ranks=2" in extra:
+        skip_long_if_real(kind)
+
     async def serve_the_base():
         async with engine_over(policies[0], server):
             client = SGLangClient(server)
