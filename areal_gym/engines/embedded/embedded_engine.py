@@ -237,7 +237,7 @@ class EmbeddedEngine:
             )
         if images and not self.takes_images:
             raise EngineError(
-                "the prompt has images, and this policy does not accept any",
+                "the prompt has pictures, and this policy cannot see",
                 hints=["engine.model: a vision-language model of docs/vision.md"],
             )
         return Request(
