@@ -141,7 +141,7 @@ class AnthropicMessage(ReplyFormat):
         self._index = -1
         """The index of the newest block of a stream."""
         self._open_block = ""
-        """What the open block of a stream has: "text", "thinking", or the id of a tool call."""
+        """The open block of a stream: "text", "thinking", or a tool call's id; empty if none is."""
 
     def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of a reply that is not a stream."""

@@ -32,8 +32,8 @@ class ModelShape:
     """Query heads times their dimension."""
     num_parameters: int
     num_active_parameters: int
-    """Those that one token of a text passes; fewer than all in a mixture of experts, and in models
-    that see."""
+    """The number of parameters that compute one token of a text; fewer than all in a mixture of
+    experts, and in a model with a vision tower."""
     cache_bytes_per_token: int
     """Bytes of one token's keys and values in all layers, in bfloat16."""
 

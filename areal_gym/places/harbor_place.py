@@ -69,10 +69,10 @@ while [ $n -lt 50 ]; do
 done
 exit 1
 """
-# Prints paths with a NUL behind each: $1 is a condition of find, or empty for all.
+# Prints the paths for which a condition of find holds, with a NUL behind each.
 _FIND = (
-    "find / -xdev ( -path /proc -o -path /sys -o -path /dev -o -path {started} -o "
-    "-path '/tmp/areal-gym.*' ) -prune -o {condition} -print0"
+    f"find / -xdev \\( -path /proc -o -path /sys -o -path /dev -o -path {_STARTED} -o "
+    "-path '/tmp/areal-gym.*' \\) -prune -o"
 )
 
 
@@ -85,6 +85,13 @@ def harbor_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise SandboxError(f"{what}: {error or type(error).__name__}") from error
+
+
+async def stop_environment(environment: Any) -> None:
+    """Stop and delete one of Harbor's environments; SandboxError if it does not end in time."""
+    with harbor_errors("the end of a place"):
+        async with asyncio.timeout(2 * _GRACE_S):
+            await environment.stop(delete=True)
 
 
 class HarborPlace:
@@ -209,7 +216,7 @@ class HarborPlace:
         self._require_frozen()
         before = set(zlib.decompress(self._paths).split(b"\0"))
         now = (await self._find("-true")).split(b"\0")
-        newer = (await self._find(f"-cnewer {_STARTED} ! -type d")).split(b"\0")
+        newer = (await self._find(f"-cnewer {_STARTED} \\! -type d")).split(b"\0")
         written = {path for path in now if path not in before} | set(newer)
         there = set(now)
         removed = {path for path in before if path not in there}
@@ -243,9 +250,7 @@ class HarborPlace:
             return
         self._is_closed = True
         self._on_close(self)
-        with harbor_errors("the end of a place"):
-            async with asyncio.timeout(2 * _GRACE_S):
-                await self._environment.stop(delete=True)
+        await stop_environment(self._environment)
 
     # ---- the backend's commands -----------------------------------------------------------------
 
@@ -281,9 +286,7 @@ class HarborPlace:
     async def _find(self, condition: str) -> bytes:
         """Return the paths with a condition, each with a NUL behind it."""
         name = self._new_file()
-        words = _FIND.format(started=_STARTED, condition=condition)
-        words = words.replace("( ", "\\( ").replace(" )", " \\)").replace("! ", "\\! ")
-        await self._exec(f"{words} >{name} 2>/dev/null; test -s {name}")
+        await self._exec(f"{_FIND} {condition} -print0 >{name} 2>/dev/null; test -s {name}")
         paths = await self._download(name)
         await self._exec(f"rm -f {name}")
         return paths

@@ -22,13 +22,12 @@ from typing import Any, Literal
 
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.places.base import Place, PlaceImage, PlaceLimits
-from areal_gym.places.harbor_place import HarborPlace, harbor_errors
+from areal_gym.places.harbor_place import HarborPlace, harbor_errors, stop_environment
 from areal_gym.places.images import content_key
 from areal_gym.places.pool import PlacePool, StartedAnew
 
 _NUM_STARTS = 8
 _START_S = 300.0
-_STOP_S = 120.0
 
 
 class HarborPlaces:
@@ -75,7 +74,8 @@ class HarborPlaces:
 
     async def start_anew(self, image: PlaceImage, limits: PlaceLimits) -> HarborPlace:
         """Start a place now, whatever waits; or raise SandboxError."""
-        environment = await self._start(image, limits)
+        key = await asyncio.to_thread(_key, image, self._backend)
+        environment = await self._start(image, limits, key)
         place = HarborPlace(environment, image, self._places.discard)
         self._places.add(place)
         try:
@@ -93,8 +93,8 @@ class HarborPlaces:
         key = await asyncio.to_thread(_key, image, self._backend)
         async with self._built.setdefault(key, asyncio.Lock()):
             if key not in self._keys:
-                environment = await self._start(image, PlaceLimits())
-                await _stop(environment)
+                environment = await self._start(image, PlaceLimits(), key)
+                await stop_environment(environment)
                 self._keys.add(key)
         return key
 
@@ -110,9 +110,8 @@ class HarborPlaces:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _start(self, image: PlaceImage, limits: PlaceLimits) -> Any:
+    async def _start(self, image: PlaceImage, limits: PlaceLimits, key: str) -> Any:
         """Return one of Harbor's environments, started."""
-        key = await asyncio.to_thread(_key, image, self._backend)
         async with self._starts:
             with harbor_errors(f"a place of {self._type}"):
                 environment = self._environment(image, limits, key)
@@ -121,7 +120,7 @@ class HarborPlaces:
                         await environment.start(force_build=False)
                 except BaseException:
                     with suppress(Exception):  # the start's failure is the one to tell
-                        await asyncio.shield(_stop(environment))
+                        await asyncio.shield(stop_environment(environment))
                     raise
         return environment
 
@@ -182,9 +181,3 @@ def _key(image: PlaceImage, backend: str) -> str:
     if not (image.folder / "Dockerfile").is_file():
         raise SandboxError(f"{image.folder} has no Dockerfile")
     return content_key(image.folder, {}, {}, backend)
-
-
-async def _stop(environment: Any) -> None:
-    with harbor_errors("the end of a place"):
-        async with asyncio.timeout(_STOP_S):
-            await environment.stop(delete=True)

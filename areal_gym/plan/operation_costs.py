@@ -56,7 +56,7 @@ class Costs:
     bytes_by_link: Counter[Link] = field(default_factory=Counter)
     """Bytes of the tensors that collectives carry, whole, by the link they use."""
     tower_flops: int = 0
-    """Of `flops`, those of forward passes of a vision tower."""
+    """The part of `flops` that is spent in forward passes of a vision tower."""
 
     def copy(self) -> Costs:
         """Return the sums as they are now."""

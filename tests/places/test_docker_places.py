@@ -22,6 +22,7 @@ from areal_gym.places.keeper_commands import Commands
 from areal_gym.places.owners import is_gone
 from areal_gym.sandbox.containers import connect
 from areal_gym.sandbox.image import import_host
+from tests._support.place_commands import archive, sh
 
 BASE = "areal-gym-places-tests"
 LIMITS = PlaceLimits(memory_mb=128, num_processes=32)
@@ -51,20 +52,6 @@ def play(episode, image=None, limits=LIMITS, **options):
             await places.aclose()
 
     return asyncio.run(use())
-
-
-def archive(**texts):
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, text in texts.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(text)
-            tar.addfile(entry, io.BytesIO(text.encode()))
-    return buffer.getvalue()
-
-
-def sh(place, command, **options):
-    return place.run(["/bin/sh", "-c", command], **{"timeout_s": 20, **options})
 
 
 def test_commands_get_their_directory_environment_and_user_and_are_bounded(client):

@@ -14,6 +14,7 @@ from areal_gym.places.harbor_places import HarborPlaces
 from areal_gym.sandbox.containers import connect
 from tests._support.harbor_play import BASE, GOLD, bash, play
 from tests._support.harbor_tasks import write_files, write_task
+from tests._support.place_commands import archive, sh
 
 pytest.importorskip("harbor.environments.base", reason="needs the extra harbor and Python 3.12")
 
@@ -54,20 +55,6 @@ def use(episode, image, limits=LIMITS, **options):
             await places.aclose()
 
     return asyncio.run(main())
-
-
-def archive(**texts):
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, text in texts.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(text)
-            tar.addfile(entry, io.BytesIO(text.encode()))
-    return buffer.getvalue()
-
-
-def sh(place, command, **options):
-    return place.run(["/bin/sh", "-c", command], **{"timeout_s": 20, **options})
 
 
 def test_commands_get_their_directory_environment_and_user_and_are_bounded(tools):

@@ -15,6 +15,7 @@ from areal_gym.places.local_images import HOST_ROOT
 from areal_gym.places.local_places import LocalPlaces
 from areal_gym.sandbox.suite.watch import descendants
 from areal_gym.sandbox.worker import kernel
+from tests._support.place_commands import archive, sh
 
 LIMITS = PlaceLimits(memory_mb=128, storage_mb=32, num_processes=32)
 HOST = PlaceImage(reference=HOST_ROOT)
@@ -32,20 +33,6 @@ def play(cache, episode, image=HOST, limits=LIMITS, **options):
             await places.aclose()
 
     return asyncio.run(use())
-
-
-def archive(**texts):
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, text in texts.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(text)
-            tar.addfile(entry, io.BytesIO(text.encode()))
-    return buffer.getvalue()
-
-
-def sh(place, command, **options):
-    return place.run(["/bin/sh", "-c", command], **{"timeout_s": 20, **options})
 
 
 def python(place, program, **options):

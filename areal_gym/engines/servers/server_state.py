@@ -42,7 +42,7 @@ class ServerState:
     process: ServerProcess | None = None
     """The server's process, if this process started it."""
     facts: ServerFacts | None = None
-    """What the server reported about itself at the start; None until it has answered."""
+    """The server's report about itself at the start; None until it has answered."""
     is_serving: bool = False
     is_paused: bool = False
     is_outdated: bool = False
