@@ -1,6 +1,7 @@
 """Images of task folders are built before the first episode, and what fails is named there."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -66,3 +67,17 @@ def test_tasks_without_an_image_can_be_left_out(local, tmp_path):
     later = HarborEnv(str(tmp_path / "tasks"), heldout=0, skip_broken=True, **local)
     assert later.num_tasks("train") == 1
     assert any("left out: tests/bad, image: " in note for note in later.tasks.notes)
+
+
+def test_a_build_that_hangs_ends_at_its_own_limit_with_its_processes(local, tmp_path):
+    slow = {"environment/Dockerfile": "FROM python:3\nRUN sleep 61.25\n"}
+    task = write_task(tmp_path / "stuck", slow)
+    settings = task / "task.toml"
+    limited = settings.read_text().replace(
+        "[environment]\n", "[environment]\nbuild_timeout_sec = 1.0\n"
+    )
+    settings.write_text(limited)
+    with pytest.raises(SandboxError, match=r"tests/stuck, image: .*1 s"):
+        made_ready(tmp_path / "stuck", **local)
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(b"61.25" in command for command in commands)
