@@ -32,6 +32,7 @@ from areal_gym.utils.files import (
     readable_disk_errors,
     remove,
     to_json,
+    to_json_line,
     write_atomic,
 )
 from areal_gym.version import __version__
@@ -120,9 +121,7 @@ class EvaluationWriter:
             TrainError: the disk is full.
         """
         ImageStore(self.path / "images").keep_images_of([trajectory])
-        line = (to_json(trajectory.to_dict(packs_numbers=True)) + "\n").encode(
-            "utf-8", "surrogatepass"
-        )
+        line = to_json_line(trajectory.to_dict(packs_numbers=True))
         offset = self._trajectories.stat().st_size if self._trajectories.exists() else 0
         append_bytes(self._trajectories, line)
         self._places[trajectory.id] = (offset, len(line))
@@ -138,7 +137,7 @@ class EvaluationWriter:
         )
         offset, num_bytes = self._places.pop(trajectory.id)
         row |= {"offset": offset, "bytes": num_bytes}
-        append_bytes(self._samples, (to_json(row) + "\n").encode("utf-8", "surrogatepass"))
+        append_bytes(self._samples, to_json_line(row))
         self._num_done += 1
         if time.monotonic() - self._status_s > _STATUS_EVERY_S:
             self._status_s = time.monotonic()
@@ -209,7 +208,7 @@ class EvaluationWriter:
             rows.append(sample)
             self.kept[sample["index"], sample["attempt"]] = trajectory
         if num_dropped:
-            write_atomic(self._samples, (to_json(row) + "\n" for row in rows))
+            write_atomic(self._samples, map(to_json_line, rows))
             self.repairs.append(f"{num_dropped} samples that had failed are measured again")
         size = self._trajectories.stat().st_size if self._trajectories.exists() else 0
         if size > end:

@@ -27,6 +27,7 @@ from areal_gym.utils.files import (
     readable_disk_errors,
     remove,
     to_json,
+    to_json_line,
     write_atomic,
 )
 from areal_gym.utils.packed_numbers import PackedNumbers
@@ -286,7 +287,7 @@ class RunDir(RunFiles):
 
 
 def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    write_atomic(file, (to_json(row) + "\n" for row in rows))
+    write_atomic(file, map(to_json_line, rows))
 
 
 def _packed(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from areal_gym.utils.files import open_data
 from areal_gym.utils.packed_numbers import from_packed
 
 # A quote inside a JSON string has a backslash before it, so these bytes can only be keys.
-_SPANS = b', "spans": ['
-_ADVANTAGES = b', "advantages": '
+# Earlier versions wrote spaces.
+_SPANS = (b',"spans":[', b', "spans": [')
+_ADVANTAGES = (b',"advantages":', b', "advantages": ')
 
 _PREVIEW = 120
 """The number of characters of the last message that a preview has."""
@@ -142,7 +143,7 @@ class TrajectoryFile:
         with open_data(self.path) as stream:
             for place, line in enumerate(stream):
                 if line.endswith(b"\n"):
-                    num_head_bytes = line.rfind(_SPANS)
+                    num_head_bytes = max(line.rfind(key) for key in _SPANS)
                     if num_head_bytes < 0:
                         message = f"{self.path}, line {place + 1} is not a trajectory: no spans"
                         raise DataError(message)
@@ -204,7 +205,8 @@ class TrainedFile:
         offset = 0
         with open_data(self.path) as stream:
             for number, line in enumerate(stream):
-                head = _parsed(line[: line.find(_ADVANTAGES)] + b"}", self.path, number)
+                num_head_bytes = max(line.find(key) for key in _ADVANTAGES)
+                head = _parsed(line[:num_head_bytes] + b"}", self.path, number)
                 place: int = head["trajectory"]
                 self._lines.setdefault(place, []).append((offset, len(line)))
                 self._advantages.setdefault(place, head["advantage"])

@@ -3,12 +3,14 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from areal_gym.errors import DataError
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.types import FinishReason, RoutedExperts, Task, TokenSpan, Trajectory, Turn
+from areal_gym.utils.files import to_json, to_json_line
 from areal_gym.utils.packed_numbers import Floats
 
 SPANS = (
@@ -70,9 +72,21 @@ def test_damaged_numbers_are_data_errors(tmp_path):
     run = RunDir(tmp_path)
     run.save_trajectories([TRAJECTORY], name=1)
     file = run.trajectories_file(1)
-    file.write_text(file.read_text().replace('"int32": "', '"int32": "?'))
+    file.write_text(file.read_text().replace('"int32":"', '"int32":"?'))
     with pytest.raises(DataError, match="line 1"):
         TrajectoryFile(file).read(0)
+
+
+def test_lines_are_those_of_json_also_where_orjson_refuses(tmp_path):
+    rows = [
+        {"text": "é\ud800", "number": 2**80},
+        {"metrics": {3: math.inf}, "numbers": (np.float32(0.5), math.nan)},
+        {"text": "\u2028 </script>", "packed": Floats([0.5, math.nan]), "kind": FinishReason.STOP},
+    ]
+    for row in rows:
+        assert json.loads(to_json_line(row)) == json.loads(to_json(row))
+        assert to_json_line(row).endswith(b"\n")
+        assert to_json_line(row).count(b"\n") == 1
 
 
 def test_lists_of_a_plugin_are_written_as_they_are(tmp_path):
