@@ -8,6 +8,7 @@ import math
 import random
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,23 @@ def test_a_group_of_equal_rewards_still_teaches():
 def test_groups_do_not_mix():
     two = inputs_of(PROBS * 2, LENGTHS * 2, [1.0, 0.0, 5.0, 5.0], [3, 3, 8, 8])
     assert by_turn(two, LENGTHS * 2)[:2] == by_turn(inputs_of())
+
+
+@pytest.mark.parametrize("mode", ["separate", "joint"])
+def test_igpo_gives_the_numbers_of_its_authors(mode):
+    # `verl/trainer/ppo/core_algos.py` of their IGPO (February 2026). It divides by the deviation
+    # over n members, we by the unbiased one, over n - 1. Both groups have 4 outcomes and 8 gains.
+    numbers = json.loads((Path(__file__).parent / "igpo_numbers.json").read_text())
+    names = ("probs", "lengths", "rewards", "group_ids")
+    inputs = inputs_of(*(numbers[name] for name in names))
+    of_outcomes, of_gains, of_both = math.sqrt(4 / 3), math.sqrt(8 / 7), math.sqrt(12 / 11)
+    settings, ratio = {
+        "separate": ({"gain_weight": of_gains / of_outcomes}, of_outcomes),
+        "joint": ({"normalises_jointly": True}, of_both),
+    }[mode]
+    turns = by_turn(inputs, numbers["lengths"], discount=numbers["discount"], **settings)
+    ours = [ratio * advantage for turn in turns for advantage in turn]
+    assert ours == pytest.approx(numbers[mode], abs=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{}, {"discount": 0.9}, {"normalises_jointly": True}])
