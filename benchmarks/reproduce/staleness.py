@@ -1,8 +1,8 @@
 """Is asynchronous training as good as synchronous? After AReaL's table of staleness.
 
     python benchmarks/reproduce/staleness.py [--arms default,full_rate] [--eta 1,2,4,8]
-                   [--updates 1,4] [--rates 1,2] [--seeds 5] [--runs FILE.jsonl]
-                   [--picture FILE.svg] [--quick] [--json]
+                   [--updates 1,4] [--rates 1,2] [--optimizer muon|adamw] [--seeds 5]
+                   [--runs FILE.jsonl] [--picture FILE.svg] [--quick] [--json]
 
 Whole runs of `areal-gym train --env tir` from one warm start per seed: 8 groups of 8 episodes a
 step, the buffer kept full, so that the batches are as old as `rollout.max_staleness` (eta) lets
@@ -14,7 +14,7 @@ full_rate  the decoupled objective at the full learning rate: `trainer.staleness
 naive      clips around the policy that sampled, full rate: `trainer.correction.proximal=recorded`
 m2po       M2PO's mask, full rate
 
-rate       times the demonstration's (Muon, 3e-3 and 3e-4)
+rate       times the demonstration's (Muon, 3e-3 and 3e-4); with AdamW, times 1e-3
 held-out   sampled accuracy over 512 tasks at the end: mean over the seeds, the lowest
 against    the difference from the synchronous run of the same seed: mean, and its 95% interval
            (paired t) from five seeds on
@@ -41,20 +41,22 @@ ARMS = {
 }
 PAPER = "naive 42.0 41.8 40.0 23.3 35.7, decoupled - 42.1 41.8 42.2 41.0"
 _STEPS = {1: 60, 2: 40}
+_RATES = {"muon": {"lr": 3e-4, "muon_lr": 3e-3}, "adamw": {"lr": 1e-3}}
 
-Case = tuple[str, int, int, int, int]
-"""Arm, eta, updates a step, rate, seed."""
+Case = tuple[str, str, int, int, int, int]
+"""Optimizer, arm, eta, updates a step, rate, seed."""
 
 
 def settings(case: Case, *, is_quick: bool = False) -> RunConfig:
-    arm, eta, updates, rate, seed = case
+    optimizer, arm, eta, updates, rate, seed = case
     return load_config(
         overrides=[
             *SMALL,
             f"rollout.max_staleness={eta}",
             f"rollout.max_in_flight={64 * (eta + 1)}",
             f"trainer.minibatches={updates}",
-            *(f"trainer.lr={3e-4 * rate}", f"trainer.muon_lr={3e-3 * rate}"),
+            f"trainer.optimizer={optimizer}",
+            *(f"trainer.{name}={value * rate}" for name, value in _RATES[optimizer].items()),
             f"eval.num_tasks={32 if is_quick else 512}",
             f"steps={3 if is_quick else _STEPS[rate]}",
             *(f"seed={seed}", *ARMS[arm]),
@@ -79,15 +81,16 @@ def draw(runs: dict[Case, Row], seeds: int, file: Path) -> None:
     mpl.use("svg")
     from matplotlib import pyplot
 
-    grid = sorted({(case[2], case[3]) for case in runs})
-    etas = sorted({case[1] for case in runs})
-    arms = dict.fromkeys(case[0] for case in runs)
+    (optimizer,) = {case[0] for case in runs}
+    grid = sorted({(case[3], case[4]) for case in runs})
+    etas = sorted({case[2] for case in runs})
+    arms = dict.fromkeys(case[1] for case in runs)
     figure, panels = pyplot.subplots(1, len(grid), figsize=(3.2 * len(grid), 3.4), sharey=True)
     for panel, (updates, rate) in zip([panels] if len(grid) == 1 else panels, grid, strict=True):
         for arm in arms:
             # The synchronous run is the same for all arms.
             cells = [(arm if eta else "default", eta, updates, rate) for eta in etas]
-            rows = [[runs[*cell, seed] for seed in range(seeds)] for cell in cells]
+            rows = [[runs[optimizer, *cell, seed] for seed in range(seeds)] for cell in cells]
             panel.plot(range(len(etas)), [mean(each, "heldout") for each in rows], "o-", label=arm)
         panel.set_xticks(range(len(etas)), map(str, etas))
         panel.set(title=f"{updates} updates, rate x{rate}", xlabel="eta", ylim=(0, 1))
@@ -107,6 +110,7 @@ def main() -> None:
     options_of.add_argument("--eta", type=numbers, default=[1, 2, 4, 8])
     options_of.add_argument("--updates", type=numbers, default=[1, 4])
     options_of.add_argument("--rates", type=numbers, default=[1, 2])
+    options_of.add_argument("--optimizer", choices=_RATES, default="muon")
     options = options_of.parse_args()
     if options.quick:
         options.arms, options.eta, options.updates, options.rates = "default", [2], [2], [1]
@@ -114,11 +118,11 @@ def main() -> None:
     arms = options.arms.split(",")
     kept = KeptRuns(options.runs)
     runs: dict[Case, Row] = {}
-    grid = list(itertools.product(options.updates, options.rates))
+    grid, optimizer = list(itertools.product(options.updates, options.rates)), options.optimizer
     for seed in range(options.seeds):
-        wanted: list[Case] = [("default", 0, updates, rate, seed) for updates, rate in grid]
+        wanted: list[Case] = [(optimizer, "default", 0, *cell, seed) for cell in grid]
         wanted += [
-            (arm, eta, updates, rate, seed)
+            (optimizer, arm, eta, updates, rate, seed)
             for (updates, rate), eta, arm in itertools.product(grid, options.eta, arms)
         ]
         for case in wanted:
@@ -133,8 +137,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for (updates, rate), eta in itertools.product(grid, [0, *options.eta]):
         for arm in ["default"] if eta == 0 else arms:
-            rows = [runs[arm, eta, updates, rate, seed] for seed in range(options.seeds)]
-            synchronous = [runs["default", 0, updates, rate, s] for s in range(options.seeds)]
+            seeds, cell = range(options.seeds), (updates, rate)
+            rows = [runs[optimizer, arm, eta, *cell, seed] for seed in seeds]
+            synchronous = [runs[optimizer, "default", 0, *cell, seed] for seed in seeds]
             heldout = [row["heldout"] for row in rows]
             against = difference(heldout, [row["heldout"] for row in synchronous])
             print(
