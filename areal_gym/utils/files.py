@@ -54,7 +54,8 @@ def path_hints(path: Path) -> list[str]:
 
 
 def write_atomic(
-    file: Path, data: str | bytes | Iterable[str | bytes], *, is_synced: bool = True) -> None:
+    file: Path, data: str | bytes | Iterable[str | bytes], *, is_synced: bool = True
+) -> None:
     """Replace the content of `file` atomically: it has either the old or the new content.
 
     Args:
