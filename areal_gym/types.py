@@ -10,8 +10,7 @@ Suffixes of ragged arrays name their axis: `_G` trajectories of a group, `_T` to
 from __future__ import annotations
 
 import itertools
-from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import partial
@@ -30,6 +29,8 @@ from areal_gym.message_types import check_image_spans
 from areal_gym.message_types import images_of as images_of
 from areal_gym.message_types import readable as readable
 from areal_gym.message_types import text_of as text_of
+from areal_gym.token_arrays import RoutedExperts as RoutedExperts
+from areal_gym.token_arrays import TopTokens as TopTokens
 from areal_gym.utils.frozen_data import content_hash as content_hash
 from areal_gym.utils.frozen_data import freeze as freeze
 from areal_gym.utils.frozen_data import thaw as thaw
@@ -113,64 +114,6 @@ class StopReason(StrEnum):
         return not (self is StopReason.COMPLETED or self.is_truncation)
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedExperts:
-    """The experts that a mixture chose for `T` tokens in `L` layers, `K` in each: [T, L, K].
-
-    A layer without experts has zeros, and a token without a record has -1 everywhere.
-    """
-
-    data: bytes
-    """Little-endian int16, in the order of the axes."""
-    num_layers: int
-    top_k: int
-    """Experts of a token in one layer."""
-
-    def __post_init__(self) -> None:
-        if len(self.data) % self._row_bytes:
-            raise ValueError(
-                f"{len(self.data)} bytes are no whole number of tokens with {self.num_layers} "
-                f"layers x {self.top_k} experts"
-            )
-
-    def __len__(self) -> int:
-        return len(self.data) // self._row_bytes
-
-    def __getitem__(self, tokens: slice) -> RoutedExperts:
-        start, stop, step = tokens.indices(len(self))
-        assert step == 1
-        data = self.data[start * self._row_bytes : max(start, stop) * self._row_bytes]
-        return RoutedExperts(data, self.num_layers, self.top_k)
-
-    @property
-    def _row_bytes(self) -> int:
-        return 2 * self.num_layers * self.top_k
-
-    @staticmethod
-    def joined(parts: Iterable[RoutedExperts | None]) -> RoutedExperts | None:
-        """Return the parts' tokens one after the other; None where a part, or all, is missing."""
-        known = list(parts)
-        first = known[0] if known else None
-        if first is None or None in known:
-            return None
-        data = b"".join(part.data for part in known if part is not None)
-        return RoutedExperts(data, first.num_layers, first.top_k)
-
-    def unknown(self, num_tokens: int) -> RoutedExperts:
-        """Return the record of as many tokens of the same model of which nothing is known."""
-        return RoutedExperts(b"\xff" * (num_tokens * self._row_bytes), self.num_layers, self.top_k)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON-ready form."""
-        shape = [len(self), self.num_layers, self.top_k]
-        return {"shape": shape, "int16": b64encode(self.data).decode("ascii")}
-
-    @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> RoutedExperts:
-        """Make it from the form that `to_dict` returns."""
-        return cls(b64decode(row["int16"]), *row["shape"][1:])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSpan:
     """Consecutive tokens with one origin and, for sampled ones, one policy version.
@@ -194,6 +137,8 @@ class TokenSpan:
     """Index of the token sequence that it belongs to: +1 whenever history was rewritten."""
     teacher_logprobs: Sequence[float] | None = None
     """A teacher's log-probabilities of these tokens, if there is one."""
+    teacher_top: TopTokens | None = None
+    """The tokens that a teacher held likeliest at each of these, where its top k are learned."""
     routed_experts: RoutedExperts | None = None
     """The experts by which a mixture sampled each of these tokens, where the engine tells."""
     images: tuple[ImageRef, ...] = ()
@@ -212,8 +157,9 @@ class TokenSpan:
             raise ValueError("a policy span needs logprobs and policy_version")
         elif len(logprobs) != num_ids:
             raise ValueError(f"{num_ids} token ids but {len(logprobs)} log-probabilities")
-        if self.routed_experts is not None and len(self.routed_experts) != num_ids:
-            raise ValueError(f"{num_ids} token ids but experts of {len(self.routed_experts)}")
+        for name in ("routed_experts", "teacher_top"):
+            if (record := getattr(self, name)) is not None and len(record) != num_ids:
+                raise ValueError(f"{num_ids} token ids but {name} of {len(record)}")
         if self.images:
             if self.origin == "policy":
                 raise ValueError("a policy samples no pictures")
@@ -381,9 +327,10 @@ def _span_row(span: TokenSpan, packs_numbers: bool) -> dict[str, Any]:
     for name, values in row.items():
         if isinstance(values, PackedNumbers):
             row[name] = values.to_packed() if packs_numbers else values.tolist()
-    experts, images = row.pop("routed_experts"), row.pop("images")  # most spans have neither
-    if experts is not None:
-        row["routed_experts"] = experts.to_dict()
+    for name in ("routed_experts", "teacher_top"):  # most spans have neither
+        if (record := row.pop(name)) is not None:
+            row[name] = record.to_dict()
+    images = row.pop("images")
     if images:
         row["images"] = [image.to_dict() for image in images]
     return row
@@ -393,6 +340,8 @@ def _span(row: Mapping[str, Any]) -> TokenSpan:
     read: dict[str, Any] = {n: json_floats(row.get(n)) for n in ("logprobs", "teacher_logprobs")}
     if row.get("routed_experts") is not None:
         read["routed_experts"] = RoutedExperts.from_dict(row["routed_experts"])
+    if row.get("teacher_top") is not None:
+        read["teacher_top"] = TopTokens.from_dict(row["teacher_top"])
     if "images" in row:
         read["images"] = tuple(map(ImageRef.from_dict, row["images"]))
     return TokenSpan(**{**row, **read, "token_ids": from_packed(row["token_ids"])})

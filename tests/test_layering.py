@@ -7,7 +7,16 @@ import pytest
 
 from tests._support.package_source import MODULES, source, tree
 
-BASE = {"errors", "types", "version", "utils", "message_types", "images", "episode_roles"}
+BASE = {
+    "errors",
+    "types",
+    "version",
+    "utils",
+    "message_types",
+    "token_arrays",
+    "images",
+    "episode_roles",
+}
 COMMON = BASE | {"plugins", "config", "chat"}
 
 FLOORS = (
@@ -17,6 +26,7 @@ FLOORS = (
             "errors",
             "version",
             "message_types",
+            "token_arrays",
             "types",
             "episode_roles",
             "utils",
@@ -58,7 +68,8 @@ MAY_IMPORT = {
     "errors": set(),
     "version": set(),
     "message_types": set(),
-    "types": {"message_types", "utils"},
+    "token_arrays": set(),
+    "types": {"message_types", "token_arrays", "utils"},
     "episode_roles": {"types"},
     "images": {"errors", "message_types", "types", "utils"},
     "utils": {"errors"},

@@ -74,7 +74,9 @@ class FurtherTeacherConfig(Settings):
     model: str | None = None
     """A checkpoint directory, or a run directory: its newest checkpoint."""
     url: Urls = ()
-    """SGLang servers that serve the teacher; no weights are published to them."""
+    """Servers that serve the teacher; no weights are published to them."""
+    engine: str = "sglang"
+    """The kind of the servers at `url`: sglang, vllm, or a plugin's engine that scores prompts."""
     env: str | None = None
     """The environment (of a mix) whose tasks it teaches; null teaches all."""
     weight: float = Field(1.0, gt=0)
@@ -92,13 +94,18 @@ class TeacherConfig(FurtherTeacherConfig):
     of the task's data, as in "The answer is {answer}."."""
     divergence: Literal["sampled", "reverse", "forward"] = "sampled"
     """"sampled": the log-ratio of each sampled token is its advantage; "reverse" and "forward": the
-    KL divergence over the vocabulary, of or from the policy, is the loss. These two take
-    teacher.model."""
+    KL divergence of or from the policy is the loss."""
     top_k: int | None = Field(None, ge=1)
-    """With "reverse" or "forward": the KL divergence over this many of the likeliest tokens; null
-    takes the whole vocabulary."""
+    """With "reverse" or "forward": the KL divergence over this many of the teacher's likeliest
+    tokens and all others as one; null takes the whole vocabulary of teacher.model."""
     further: tuple[FurtherTeacherConfig, ...] = ()
     """More teachers. Where several teach a task, the teacher is their mixture, by weight."""
+
+    @property
+    def is_in_trainer(self) -> bool:
+        """Whether the trainer itself runs the teacher, whose whole distributions it needs."""
+        own_rows = self.hint is not None or self.env is not None or bool(self.further)
+        return self.divergence != "sampled" and self.model is not None and not own_rows
 
 
 def check_objective(
@@ -119,12 +126,17 @@ def check_objective(
             )
         if teacher.divergence == "sampled" and teacher.top_k is not None:
             raise ValueError("teacher.top_k is for teacher.divergence=reverse or forward")
-        others = (teacher.model is None, teacher.hint is not None, bool(teacher.further))
-        if teacher.divergence != "sampled" and any(others):
+        if teacher.divergence != "sampled" and teacher.is_policy:
+            raise ValueError(
+                f"teacher.divergence = {teacher.divergence!r} needs another teacher than the "
+                "policy itself; use teacher.divergence=sampled, or teacher.model=DIR with the "
+                "policy of the beginning"
+            )
+        if teacher.divergence != "sampled" and not teacher.is_in_trainer and teacher.top_k is None:
             raise ValueError(
                 f"teacher.divergence = {teacher.divergence!r} needs the teacher's whole "
-                "distributions, which only teacher.model=DIR has, alone and without a hint; use "
-                "teacher.divergence=sampled"
+                "distributions, which only teacher.model=DIR has, alone, without a hint and for "
+                "all tasks; for any other teacher, take its likeliest tokens: teacher.top_k=64"
             )
         if any((further.model is None) == (not further.url) for further in teacher.further):
             raise ValueError("each of teacher.further needs a model or a url")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from areal_gym.engines.scoring import ScoringEngine, TopScoringEngine
 from areal_gym.types import FinishReason, ImageRef, RoutedExperts
 
 if TYPE_CHECKING:  # the protocols name tensors, but not every engine needs torch
@@ -28,10 +29,12 @@ __all__ = [
     "RejoinedEngine",
     "RemoteEngine",
     "SamplingParams",
+    "ScoringEngine",
     "ServerListEngine",
     "SnapshotEngine",
     "StreamingEngine",
     "TakeOverEngine",
+    "TopScoringEngine",
     "VerifyingEngine",
     "WeightServer",
     "adapter_name",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from base64 import b64encode
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,10 +22,11 @@ from aiohttp import web
 from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.engines.checkpoint_config import eos_token_ids, vocab_size_of
 from areal_gym.engines.expert_encoding import encode_experts
+from areal_gym.engines.scoring import TopScoringEngine
 from areal_gym.engines.server_requests import GenerateRequest, errors_as_json, read_request
 from areal_gym.engines.servers.server_pictures import PictureReader
 from areal_gym.message_types import ImageRef
-from areal_gym.types import FinishReason, RoutedExperts
+from areal_gym.types import FinishReason, RoutedExperts, TopTokens
 from areal_gym.utils.http_servers.addresses import http_address
 from areal_gym.utils.http_servers.aiohttp_site import Handler, HttpSite, RequestBodyError
 from areal_gym.version import __version__
@@ -223,15 +225,26 @@ class EngineServer:
         request.extend(generation, map(str, generation.versions))
         return request.finish_reason(generation.finish_reason)
 
-    async def _score(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probabilities of `token_ids[1:]`; raise ValueError if not supported."""
-        raise ValueError("this server does not score prompts")
+    @property
+    def scorer(self) -> TopScoringEngine:
+        """The engine, which scores prompts; raises ValueError if it cannot."""
+        if not isinstance(self.engine, TopScoringEngine):
+            raise ValueError(f"this server does not score prompts: {type(self.engine).__name__}")
+        return self.engine
+
+    async def _scored(self, token_ids: list[int], body: GenerateRequest) -> dict[str, Any]:
+        """Return what SGLang reports of a prompt's tokens from `logprob_start_len` on."""
+        start = body.logprob_start_len or 0
+        scores = (await self.scorer.score(token_ids))[start:]
+        meta: dict[str, Any] = {"input_token_logprobs": _rows([None, *scores], token_ids[start:])}
+        if body.top_logprobs_num:
+            top = await self.scorer.score_top(token_ids, body.top_logprobs_num, start=start + 1)
+            meta |= top_fields(top, is_packed=bool(body.return_flat_raw_top_logprobs_b64))
+        return meta
 
     # ---- bodies and answers -------------------------------------------------------------------
 
     def _read(self, body: GenerateRequest) -> list[RunningRequest]:
-        if (body.logprob_start_len or -1) > 0:
-            raise ValueError("this server scores whole prompts only: logprob_start_len must be 0")
         if body.stream or body.input_ids is None:
             raise ValueError("this server takes input_ids, and does not stream")
         prompts: list[Any] = list(body.input_ids)
@@ -320,15 +333,27 @@ class EngineServer:
         experts = RoutedExperts.joined(request.routed_experts)
         if body.return_routed_experts and self.returns_routed_experts and experts is not None:
             meta["routed_experts"] = encode_experts(experts)
-        if body.logprob_start_len == 0:
-            scores = [None, *await self._score(request.prompt_ids)]
-            meta["input_token_logprobs"] = _rows(scores, request.prompt_ids)
+        if body.logprob_start_len is not None and body.logprob_start_len >= 0:
+            meta |= await self._scored(request.prompt_ids, body)
         return {"text": "", "output_ids": request.token_ids, "meta_info": meta}
 
 
 def _rows(logprobs: Sequence[float | None], token_ids: Sequence[int]) -> list[list[Any]]:
     """Return log-probabilities in SGLang's form: (log-probability, token, its unknown text)."""
     return [[logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)]
+
+
+def top_fields(top: TopTokens, *, is_packed: bool) -> dict[str, Any]:
+    """Return the likeliest tokens of a prompt's places in SGLang's forms: packed, or as lists."""
+    if is_packed:
+        return {
+            "input_top_logprobs_val_flat_b64": b64encode(top.logprobs).decode("ascii"),
+            "input_top_logprobs_idx_flat_b64": b64encode(top.ids).decode("ascii"),
+            "input_top_logprobs_shape": [len(top), top.top_k],
+            "input_top_logprobs_null_prefix": 1,
+        }
+    places = zip(*(part.tolist() for part in top.arrays()), strict=True)
+    return {"input_top_logprobs": [None, *(_rows(logprobs, ids) for ids, logprobs in places)]}
 
 
 def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:

@@ -54,6 +54,8 @@ class GenerateRequest(Request):
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
+    top_logprobs_num: Annotated[int, Field(ge=0, le=2**20)] | None = None
+    return_flat_raw_top_logprobs_b64: bool | None = None
     lora_path: Name | None = None
     image_data: list[str] | None = None
     return_routed_experts: bool | None = None

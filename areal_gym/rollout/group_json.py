@@ -23,9 +23,11 @@ def _names(cls: type, *excluded: str) -> tuple[str, ...]:
 
 
 _PLAIN = _names(Trajectory, "task", "spans", "turns")
-_SPAN = _names(TokenSpan, "token_ids", "logprobs", "routed_experts", "images")
+_SPAN = _names(TokenSpan, "token_ids", "logprobs", "routed_experts", "teacher_top", "images")
 _FLOATS = ("logprobs", "teacher_logprobs")
 """Columns of the policy's tokens; either all or none of its spans have them."""
+_RECORDS = ("routed_experts", "teacher_top")
+"""Arrays of a span's tokens that few spans have."""
 _TURN = _names(Turn)
 _plain_of, _span_of, _turn_of = attrgetter(*_PLAIN), attrgetter(*_SPAN), attrgetter(*_TURN)
 
@@ -111,9 +113,10 @@ def _pack(trajectory: Trajectory, task: Task) -> dict[str, Any]:
         if None not in columns:
             row[name] = _Base64(Floats.joined(columns).to_text())
     row["spans"] = [(len(span), *_span_values(span, row.keys())) for span in spans]
-    experts = [span.routed_experts and span.routed_experts.to_dict() for span in spans]
-    if any(experts):
-        row["routed_experts"] = experts
+    for name in _RECORDS:
+        records = [getattr(span, name) for span in spans]
+        if any(records):
+            row[name] = [record and record.to_dict() for record in records]
     if any(span.images for span in spans):
         row["images"] = [[image.to_dict() for image in span.images] for span in spans]
     if trajectory.task is not task and trajectory.task != task:
@@ -126,8 +129,9 @@ def _unpack(packed: Mapping[str, Any], task: Mapping[str, Any]) -> Trajectory:
     # Not strict: journals of older versions have fewer values, of the same first fields.
     row["turns"] = [dict(zip(_TURN, turn, strict=False)) for turn in row["turns"]]
     row["spans"] = list(_spans(row))
-    for span, experts in zip(row["spans"], row.pop("routed_experts", ()), strict=False):
-        span["routed_experts"] = experts
+    for name in _RECORDS:
+        for span, record in zip(row["spans"], row.pop(name, ()), strict=False):
+            span[name] = record
     for span, images in zip(row["spans"], row.pop("images", ()), strict=False):
         span["images"] = images
     return Trajectory.from_dict(row)

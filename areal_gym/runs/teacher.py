@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_gym.config import EngineConfig, RunConfig
+from areal_gym.engines.checkpoint_config import vocab_size_of
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
 from areal_gym.runs.task_texts import filled_in
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from areal_gym.chat import Renderer
     from areal_gym.chat.template import ToolSchemas
     from areal_gym.config.objective_settings import FurtherTeacherConfig
+    from areal_gym.engines.base import Engine
     from areal_gym.runs.preparation import PreparedRun
     from areal_gym.trainer.base import GroupTrainer, Teacher
     from areal_gym.trainer.objectives.distillation import Prompts
@@ -41,8 +43,8 @@ async def open_teacher(
         EngineError: the teacher's servers do not answer.
     """
     config, policy, components = prepared.config, prepared.policy, prepared.components
-    if config.objective != "distill" or config.teacher.divergence != "sampled":
-        yield None  # for other divergences, the trainer itself runs the teacher
+    if config.objective != "distill" or config.teacher.is_in_trainer:
+        yield None
         return
     from areal_gym.trainer.objectives.distillation import (
         PolicyTeacher,
@@ -71,8 +73,10 @@ async def open_teacher(
         is_alone = len(teachers) == 1 and config.teacher.env is None
         scorer = teachers[0][0] if is_alone else TeacherMixture(teachers)
 
+        top_k = _top_k(config, policy)
+
         async def with_teacher(groups: Sequence[Group]) -> Sequence[Group]:
-            return await annotate(groups, scorer, prompts)
+            return await annotate(groups, scorer, prompts, top_k=top_k)
 
         yield with_teacher
 
@@ -87,10 +91,12 @@ async def _open_one(
 
     if settings.model is None:
         url, max_context = settings.url, config.engine.max_context
-        served = EngineConfig(id="sglang", url=url, max_context=max_context)
-        engine = registry().load("engines", "sglang").from_settings(policy, served)
+        served = EngineConfig(id=settings.engine, url=url, max_context=max_context)
+        engine = registry().load("engines", settings.engine).from_settings(policy, served)
+        top_k = _top_k(config, policy)
         try:
             await engine.start()
+            await _require_scores(engine, settings.engine, top_k)
             yield RemoteTeacher(engine)
         finally:
             await engine.aclose()
@@ -110,8 +116,36 @@ async def _open_one(
         teacher.close()
 
 
+def _top_k(config: RunConfig, policy: Path) -> int | None:
+    """Return how many of a teacher's likeliest tokens are learned, at most the vocabulary."""
+    top_k = config.teacher.top_k
+    return top_k and min(top_k, vocab_size_of(policy) or top_k)
+
+
+async def _require_scores(engine: Engine, id: str, top_k: int | None) -> None:
+    """Let servers score two tokens, as they will score the policy's.
+
+    Raises:
+        ConfigError: the engine cannot, or its servers list fewer tokens.
+        EngineError: a server fails.
+    """
+    from areal_gym.engines.base import ScoringEngine, TopScoringEngine
+
+    probe = [0, 0]
+    if top_k is None and isinstance(engine, ScoringEngine):
+        await engine.score(probe)
+    elif top_k is not None and isinstance(engine, TopScoringEngine):
+        await engine.score_top(probe, top_k)
+    else:
+        what = "score tokens" if top_k is None else "list the likeliest tokens of a prompt"
+        raise ConfigError(
+            f"teacher.engine = {id!r} cannot {what}",
+            hints=["engines that can: teacher.engine=sglang, teacher.engine=vllm"],
+        )
+
+
 def vocabulary_teacher(config: RunConfig, policy: Path) -> VocabularyTeacher | None:
-    """Return the teacher for a divergence over the vocabulary, which the trainer needs, if any.
+    """Return the teacher of a divergence, which the trainer computes, if there is one.
 
     Raises:
         ConfigError: the checkpoint does not exist, or has another vocabulary.
@@ -121,11 +155,13 @@ def vocabulary_teacher(config: RunConfig, policy: Path) -> VocabularyTeacher | N
         return None
     from areal_gym.trainer.teacher_divergence import VocabularyTeacher
 
-    assert settings.model is not None
-    directory = _checkpoint_of(Path(settings.model))
-    _require_same_tokenizer(directory, policy)
+    directory = None
+    if settings.is_in_trainer:
+        assert settings.model is not None
+        directory = _checkpoint_of(Path(settings.model)).absolute()
+        _require_same_tokenizer(directory, policy)
     return VocabularyTeacher(
-        directory=directory.absolute(), direction=settings.divergence, top_k=settings.top_k
+        directory=directory, direction=settings.divergence, top_k=settings.top_k
     )
 
 

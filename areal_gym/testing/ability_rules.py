@@ -14,9 +14,11 @@ from areal_gym.engines.base import (
     LocalEngine,
     RemoteEngine,
     SamplingParams,
+    ScoringEngine,
     SleepingEngine,
     SnapshotEngine,
     StreamingEngine,
+    TopScoringEngine,
 )
 from areal_gym.testing.engine_case import EngineCase, must_refuse, require
 from areal_gym.testing.engine_policies import (
@@ -25,7 +27,7 @@ from areal_gym.testing.engine_policies import (
 from areal_gym.types import FinishReason
 
 if TYPE_CHECKING:
-    pass
+    from torch import Tensor
 
 
 async def check_protocols(case: EngineCase) -> None:
@@ -40,6 +42,8 @@ async def check_protocols(case: EngineCase) -> None:
             ("streams", able.streams, StreamingEngine),
             ("snapshots", able.snapshots, SnapshotEngine),
             ("sleeps", able.sleeps, SleepingEngine),
+            ("scores_prompts", able.scores_prompts, ScoringEngine),
+            ("lists_top_tokens", able.lists_top_tokens, TopScoringEngine),
             ("weight_syncs: in-process", "in-process" in able.weight_syncs, LocalEngine),
             ("weight_syncs to servers", is_remote, RemoteEngine),
         ):
@@ -118,12 +122,13 @@ async def check_grammars(case: EngineCase) -> None:
 
 
 async def check_scores(case: EngineCase) -> None:
-    """Check the log-probabilities of a prompt."""
+    """Check the log-probabilities of a prompt, and of the likeliest tokens in its places."""
     if not case.abilities.scores_prompts:
         return
     async with case.engine() as engine:
+        assert isinstance(engine, ScoringEngine)
         ids = case.prompt(1)
-        scores: list[float] = await engine.score(ids)  # type: ignore[attr-defined]
+        scores = await engine.score(ids)
         require(len(scores) == len(ids) - 1, f"{len(scores)} scores for {len(ids)} tokens")
         turn = Generation(
             token_ids=ids[1:],
@@ -133,6 +138,29 @@ async def check_scores(case: EngineCase) -> None:
         )
         policy = case.reference(case.policies.first)
         case.check_logprobs(policy, ids[:1], turn, where="scores of a prompt")
+        if case.abilities.lists_top_tokens:
+            await _check_top(case, engine, ids, policy.logits(ids[:1], ids[1:]).log_softmax(-1))
+
+
+async def _check_top(case: EngineCase, engine: Engine, ids: list[int], logprobs_TV: Tensor) -> None:
+    """Compare the likeliest tokens of all places, and of the last ones, with the model's own."""
+    assert isinstance(engine, TopScoringEngine)
+    for top_k, start in ((5, 1), (1, len(ids) - 3), (16, len(ids) - 1)):
+        top = await engine.score_top(ids, top_k, start=start)
+        shape = (len(top), top.top_k)
+        wanted = (len(ids) - start, top_k)
+        require(shape == wanted, f"places and tokens: {shape}, and {wanted} were asked for")
+        for place, (token_ids, logprobs) in enumerate(zip(*top.arrays(), strict=True), start):
+            own_V, listed = logprobs_TV[place - 1], token_ids.tolist()
+            require(len(set(listed)) == top_k, f"place {place} lists a token twice: {listed}")
+            gaps = abs(own_V[listed].sort(descending=True).values.numpy() - logprobs)
+            missed = own_V.topk(top_k).values.sum() - own_V[listed].sum()
+            worst, limit = max(float(gaps.max()), float(missed)), case.abilities.max_logprob_gap
+            require(
+                worst <= limit * top_k,
+                f"the {top_k} likeliest tokens of place {place} are {worst:.2g} off the model's "
+                f"own, {limit * top_k:g} is allowed",
+            )
 
 
 async def check_experts(case: EngineCase) -> None:

@@ -54,7 +54,9 @@ class EngineAbilities:
     takes_images: bool = False
     """`ImageEngine`, and the engine that is opened has a policy that sees."""
     scores_prompts: bool = False
-    """It has `score(token_ids)`: the log-probabilities of the tokens after the first."""
+    """`ScoringEngine`: `score` gives the log-probabilities of all tokens but the first."""
+    lists_top_tokens: bool = False
+    """`TopScoringEngine`: `score_top` lists the likeliest tokens of each place."""
     snapshots: bool = False
     """`SnapshotEngine`."""
     sleeps: bool = False

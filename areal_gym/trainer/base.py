@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from areal_gym.types import Group
+from areal_gym.types import Group, TopTokens
 
 if TYPE_CHECKING:  # code that only runs a trainer need not import torch
     from torch import Tensor
@@ -165,3 +165,11 @@ class Teacher(Protocol):
 
     async def score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
         """Return the log-probabilities of each row's marked tokens, at temperature 1."""
+
+
+@runtime_checkable
+class TopTeacher(Protocol):
+    """A teacher that can tell which tokens it holds likeliest."""
+
+    async def score_top(self, rows: Sequence[TokenRow], top_k: int) -> list[TopTokens]:
+        """Return the `top_k` likeliest tokens at each row's marked tokens, at temperature 1."""

@@ -80,7 +80,7 @@ class Trainer(PolicyTrainer):
         max_new_tokens: the most tokens of a turn: the divisor of `aggregation: constant_length`,
             and the end of the overlong penalty.
         reference: checkpoint directory of the frozen reference policy, if `kl` needs one.
-        teacher: a teacher whose whole distributions are learned instead of rewards.
+        teacher: a teacher whose distributions are learned instead of rewards.
         ranks: this process among the ranks that train the policy.
 
     Raises:
@@ -127,7 +127,7 @@ class Trainer(PolicyTrainer):
             self._reference = self._frozen(reference)
         self._divergence: TeacherDivergence | None = None
         if teacher is not None:
-            frozen = self._frozen(teacher.directory)
+            frozen = None if teacher.directory is None else self._frozen(teacher.directory)
             self._divergence = TeacherDivergence(frozen, teacher.direction, teacher.top_k)
         self._prepare_training()
         decoder.replays_experts = config.routing_replay
@@ -355,9 +355,8 @@ class Trainer(PolicyTrainer):
         metrics = {**output.metrics, "entropy": scores.entropy}
         loss_T = output.loss
         if self._divergence is not None:
-            masks = [row.loss_mask for row in rows]
             with autocast(self._device, self.config):
-                loss_T = self._divergence(self.decoder, batch, masks, scores.hidden)
+                loss_T = self._divergence(self.decoder, batch, rows, scores.hidden)
             metrics["kl_teacher"] = loss_T.detach()
         if self._critic is not None and "returns" in step.columns:
             with autocast(self._device, self.config):

@@ -326,7 +326,8 @@ class Run:
 def shortened(row: dict[str, Any]) -> dict[str, Any]:
     """Return a trajectory's line with shorter numbers, and without what no page shows."""
     for span in row["spans"]:
-        span.pop("routed_experts", None)  # as large as all the rest, and nothing to look at
+        for name in ("routed_experts", "teacher_top"):  # larger than the rest, and never shown
+            span.pop(name, None)
         for name in ("logprobs", "teacher_logprobs"):
             if span.get(name) is not None:
                 span[name] = [v if v is None else round(v, 5) for v in span[name]]

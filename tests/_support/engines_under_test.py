@@ -115,10 +115,9 @@ def served(engine_class: type[ServerEngine], url: str, interrupt: str = "abort")
     return opened
 
 
-EMBEDDED = EngineAbilities(
-    streams=True, snapshots=True, weight_syncs=("in-process",), recomputes_caches=False
-)
-SERVED = EngineAbilities(streams=True, scores_prompts=True, sleeps=True)
+SCORING = EngineAbilities(streams=True, scores_prompts=True, lists_top_tokens=True)
+EMBEDDED = replace(SCORING, snapshots=True, weight_syncs=("in-process",), recomputes_caches=False)
+SERVED = replace(SCORING, sleeps=True)
 # Seeds need SGLang's deterministic inference, which CPUs lack.
 SGLANG = replace(
     SERVED, has_seeds=False, partial_adapters=False, weight_syncs=("disk", "tensor", "lora")

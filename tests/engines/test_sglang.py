@@ -315,7 +315,7 @@ def test_sglang_scores_through_the_server():
             assert await engine.score([7, 8, 9]) == [-1.0, -2.0]
             await engine.aclose()
         async with serving(fake()) as engine:
-            with pytest.raises(EngineError, match="fake is not a checkpoint directory"):
+            with pytest.raises(EngineError, match="does not score prompts: ScriptedEngine"):
                 await engine.score([7, 8, 9])
 
     asyncio.run(scenario())

@@ -9,7 +9,15 @@ import pytest
 from areal_gym.errors import DataError
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
-from areal_gym.types import FinishReason, RoutedExperts, Task, TokenSpan, Trajectory, Turn
+from areal_gym.types import (
+    FinishReason,
+    RoutedExperts,
+    Task,
+    TokenSpan,
+    TopTokens,
+    Trajectory,
+    Turn,
+)
 from areal_gym.utils.files import to_json, to_json_line
 from areal_gym.utils.packed_numbers import Floats
 
@@ -22,6 +30,7 @@ SPANS = (
         teacher_logprobs=(-0.25, math.nan),
         policy_version=3,
         routed_experts=RoutedExperts(bytes(8), 1, 2),
+        teacher_top=TopTokens(bytes(range(24)), bytes(24), 3),
     ),
     TokenSpan(origin="env", token_ids=()),
 )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from areal_gym.config import RunConfig, load_config
-from areal_gym.errors import ConfigError
+from areal_gym.engines.sglang.fake import FakeSGLangServer
+from areal_gym.engines.vllm.fake_vllm import FakeVLLMServer
+from areal_gym.errors import ConfigError, EngineError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
 from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.replay import replay
 from areal_gym.runs.train import train
+from tests._support.served_in_thread import served_in_thread
 
 
 def config_of(policy, *overrides: str, steps: int = 6) -> RunConfig:
@@ -69,3 +72,65 @@ def test_two_teachers_are_one_mixture(tiny_policy, teacher, tmp_path):
     mixed = kl_of(config_of(tiny_policy, *pair, steps=1), tmp_path / "mixed")
     # Half of the mixture is the policy itself.
     assert mixed[0] < alone[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "direction", "make_server", "options"),
+    [
+        ("sglang", "reverse", FakeSGLangServer, {}),
+        ("vllm", "forward", FakeVLLMServer, {"max_logprobs": 24}),
+    ],
+)
+def test_served_teacher_gives_the_numbers_of_a_local_one(
+    tiny_policy, teacher, tmp_path, kind, direction, make_server, options
+):
+    top = (f"teacher.divergence={direction}", "teacher.top_k=16")
+    local = config_of(tiny_policy, *top, f"teacher.model={teacher}", steps=2)
+    expected = kl_of(local, tmp_path / "local")
+    with served_in_thread(make_server, teacher, **options) as server:
+        served = (*top, f"teacher.url={server.url}", f"teacher.engine={kind}")
+        found = kl_of(config_of(tiny_policy, *served, steps=2), tmp_path / "served")
+        if kind == "vllm":
+            with pytest.raises(ConfigError, match="lists at most 24 tokens") as caught:
+                kl_of(config_of(tiny_policy, *served, "teacher.top_k=25"), tmp_path / "wide")
+            assert "start it with --max-logprobs 25" in caught.value.hints
+    assert found[0] == pytest.approx(expected[0], abs=1e-5)
+    assert found[1] == pytest.approx(expected[1], rel=1e-2)
+    assert 0 < found[1] < found[0]
+    run = RunDir(tmp_path / "served")
+    assert replay(load_config(run.config_file), run.path).is_identical  # the server has gone
+
+
+def test_each_environment_has_its_own_teacher_of_top_tokens(tiny_policy, teacher, tmp_path):
+    """One teacher is behind a server, with a hint, and the other is local."""
+    with served_in_thread(FakeSGLangServer, teacher) as server:
+        config = config_of(
+            tiny_policy,
+            *("teacher.divergence=forward", "teacher.top_k=8", f"teacher.url={server.url}"),
+            f"teacher.further=[{{model: {tiny_policy}}}]",
+            "teacher.hint=The answer is {answer}.",
+            steps=1,
+        )
+        assert kl_of(config, tmp_path / "run")[0] > 0
+        assert server.num_requests > 1
+
+
+def test_lost_teacher_ends_the_run_and_is_no_reward(tiny_policy, teacher, tmp_path):
+    with served_in_thread(FakeSGLangServer, teacher) as server:
+        url = server.url
+        scored = type(server)._scored
+        calls = []
+
+        async def failing(token_ids, body):
+            calls.append(1)
+            if len(calls) > 20:
+                raise EngineError("the accelerator has fallen off the bus")
+            return await scored(server, token_ids, body)
+
+        server._scored = failing
+        top = ("teacher.divergence=reverse", "teacher.top_k=4", f"teacher.url={url}")
+        with pytest.raises(EngineError, match="fallen off the bus"):
+            kl_of(config_of(tiny_policy, *top, steps=20), tmp_path / "run")
+    rows = RunDir(tmp_path / "run").read_metrics()
+    assert all(row["train/kl_teacher"] > 0 for row in rows)
+    assert len(rows) < 20

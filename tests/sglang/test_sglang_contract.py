@@ -13,6 +13,7 @@ from tests._support.engines_under_test import (
     policies_of,
     served,
 )
+from tests._support.served_top_tokens import check_served_teacher
 from tests._support.server_processes import require_torchvision
 from tests._support.sglang_processes import (
     NEEDS_REAL,
@@ -33,6 +34,10 @@ def test_sglang_keeps_the_contract(kind, server, policies, rule, interrupt):
     opened = served(SGLangEngine, server, interrupt)
     pair = EnginePolicies(first=policies[0], second=policies[1])
     check_engine(rule, opened, pair, SERVED_SGLANG[kind])
+
+
+def test_served_teacher_gives_the_divergence_of_a_local_one(server, policies):
+    check_served_teacher(served(SGLangEngine, server), policies)
 
 
 @NEEDS_REAL

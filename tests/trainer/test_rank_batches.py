@@ -31,7 +31,17 @@ from areal_gym.trainer.batch.rank_batches import (
 )
 from areal_gym.trainer.batch.sequences import Sequence, sequences_of
 from areal_gym.trainer.parallel.rank_group import Ranks
-from areal_gym.types import FinishReason, Group, RoutedExperts, Task, TokenSpan, Trajectory, Turn
+from areal_gym.types import (
+    FinishReason,
+    Group,
+    RoutedExperts,
+    Task,
+    TokenSpan,
+    TopTokens,
+    Trajectory,
+    Turn,
+)
+from areal_gym.utils.packed_numbers import Ints
 
 TASK = Task(id="t", data={})
 
@@ -51,6 +61,7 @@ def trajectory(group: int, member: int, *lengths: int) -> Trajectory:
                 turn=branch,
                 branch=branch,
                 routed_experts=RoutedExperts(bytes(4 * length), 1, 2),
+                teacher_top=TopTokens(Ints(ids).raw.tobytes(), bytes(4 * length), 1),
             ),
         ]
     turns = tuple(Turn(finish_reason=FinishReason.STOP, reward=member) for _ in lengths)
@@ -107,6 +118,7 @@ def test_every_rank_gets_what_it_passes_and_facts_of_all(layout, num_minibatches
             for i in (*mine, spare):
                 assert trained[i].token_ids == expected[i].token_ids
                 assert trained[i].routed_experts == expected[i].routed_experts
+                assert trained[i].teacher_top == expected[i].teacher_top
         _, spare = own_members(ranks, parts, lengths)
         assert trained[spare].token_ids == expected[spare].token_ids
     assert sorted(seen) == list(range(len([row for row in whole if row.num_trainable])))
@@ -118,7 +130,9 @@ def test_tokens_of_other_ranks_are_not_sent():
     sizes = [len(own) for own in every_own]
     assert max(sizes) < sum(len(group) for group in groups)
     assert all(
-        isinstance(span.token_ids, OtherRanksTokens) and span.routed_experts is None
+        isinstance(span.token_ids, OtherRanksTokens)
+        and span.routed_experts is None
+        and span.teacher_top is None
         for group in shared
         for trajectory in group
         for span in trajectory.spans

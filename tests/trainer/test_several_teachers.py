@@ -6,6 +6,7 @@ import asyncio
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from areal_gym.runs.teacher import hinted_prompts
 from areal_gym.trainer.algorithms.advantages import reinforce
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.algorithms.token_advantages import distill
+from areal_gym.trainer.batch.examples import TokenRow
 from areal_gym.trainer.objectives.distillation import (
     LocalTeacher,
     PolicyTeacher,
@@ -24,7 +26,7 @@ from areal_gym.trainer.objectives.distillation import (
 )
 from areal_gym.trainer.teacher_divergence import VocabularyTeacher, vocabulary_kl
 from areal_gym.trainer.trainer import Trainer
-from areal_gym.types import Task
+from areal_gym.types import Task, TopTokens
 from tests._support.plain_attention import causal_attend
 from tests._support.tiny_training import batch, tiny_decoder
 
@@ -153,8 +155,12 @@ def test_hint_is_written_at_the_end_of_the_first_user_message():
         (["teacher.is_policy=true", "teacher.hint=x", "teacher.model=a"], "needs one teacher"),
         (["teacher.model=a", "teacher.further=[{weight: 2}]"], "needs a model or a url"),
         (["teacher.model=a", "teacher.top_k=3"], "reverse or forward"),
-        (["teacher.model=a", "teacher.divergence=reverse", "teacher.hint=x"], "whole"),
-        (["teacher.url=http://x:1", "teacher.divergence=forward"], "whole"),
+        (["teacher.model=a", "teacher.divergence=reverse", "teacher.hint=x"], "teacher.top_k=64"),
+        (["teacher.url=http://x:1", "teacher.divergence=forward"], "teacher.top_k=64"),
+        (
+            ["teacher.is_policy=true", "teacher.hint=x", "teacher.divergence=reverse"],
+            "another teacher",
+        ),
         ([], "needs one teacher"),
     ],
 )
@@ -173,11 +179,62 @@ def test_vocabulary_kl_by_hand():
         "forward": [0.7 * math.log(0.7 / 0.5), 0.2 * math.log(0.2 / 0.3), 0.1 * math.log(0.5)],
         "reverse": [0.5 * math.log(0.5 / 0.7), 0.3 * math.log(0.3 / 0.2), 0.2 * math.log(2.0)],
     }
+    rests = {"forward": 0.3 * math.log(0.3 / 0.5), "reverse": 0.5 * math.log(0.5 / 0.3)}
     for direction, parts in terms.items():
-        for top_k in (1, 2, None):
+        expected = {1: parts[0] + rests[direction], 2: sum(parts), None: sum(parts), 9: sum(parts)}
+        for top_k, value in expected.items():
             kl_T = vocabulary_kl(student, teacher, direction=direction, top_k=top_k)
-            assert kl_T.tolist() == pytest.approx([sum(parts[:top_k])], abs=1e-6)
-    assert vocabulary_kl(student, teacher, direction="forward", top_k=9).item() > 0
+            assert kl_T.tolist() == pytest.approx([value], abs=1e-6)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_divergence_over_top_tokens_grows_to_that_over_the_vocabulary(direction):
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(2, 200, 12, generator=generator, dtype=torch.float64)
+    student, teacher = logits.log_softmax(-1)
+    whole_T = vocabulary_kl(student, teacher, direction=direction)
+    means = []
+    for top_k in (1, 3, 6, 11):
+        kl_T = vocabulary_kl(student, teacher, direction=direction, top_k=top_k)
+        assert (kl_T >= -1e-4).all()
+        assert (kl_T <= whole_T + 1e-9).all()
+        means.append(float(kl_T.mean()))
+    assert means == sorted(means)
+    assert means[-1] == pytest.approx(float(whole_T.mean()), rel=0.01)
+
+
+def test_gradient_is_finite_where_the_teacher_excludes_all_other_tokens():
+    student = torch.tensor([[0.2, 0.3, 0.5]]).log().requires_grad_()
+    teacher = torch.tensor([[1.0, 1e-30, 1e-38]]).log()
+    for direction in ("forward", "reverse"):
+        kl_T = vocabulary_kl(student, teacher, direction=direction, top_k=1)
+        (gradient,) = torch.autograd.grad(kl_T.sum(), student)
+        assert kl_T > 1
+        assert gradient.isfinite().all()
+
+
+def test_mixture_of_top_tokens_by_hand():
+    parts = [
+        (weight, TopTokens.from_arrays(np.array([ids]), np.log([probs])))
+        for weight, ids, probs in ((3.0, [5, 2], [0.6, 0.3]), (1.0, [2, 7], [0.8, 0.1]))
+    ]
+
+    class Listing:
+        def __init__(self, top):
+            self.top = top
+
+        async def score_top(self, rows, top_k):
+            return [self.top for _ in rows]
+
+        async def score(self, rows):
+            raise NotImplementedError
+
+    mixture = TeacherMixture([(Listing(top), weight, None) for weight, top in parts])
+    row = TokenRow(token_ids=(1, 5), mask=(False, True))
+    (mixed,) = asyncio.run(mixture.score_top_tasks([row], ["math"], 2))
+    ids, logprobs = mixed.arrays()
+    assert ids.tolist() == [[5, 2]]
+    assert np.exp(logprobs[0]) == pytest.approx([0.75 * 0.6, 0.75 * 0.3 + 0.25 * 0.8], abs=1e-6)
 
 
 def learned_from_whole_distributions(tmp_path, groups, **teacher) -> tuple[Trainer, list[float]]:

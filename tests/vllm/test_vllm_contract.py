@@ -15,6 +15,7 @@ from tests._support.engines_under_test import (
     policies_of,
     served,
 )
+from tests._support.served_top_tokens import check_served_teacher
 from tests._support.server_processes import require_torchvision
 from tests._support.vllm_processes import NEEDS_REAL, VENV, running_server
 
@@ -27,6 +28,10 @@ def test_vllm_keeps_the_contract(kind, server, policies, rule, interrupt):
     opened = served(VLLMEngine, server, interrupt)
     pair = EnginePolicies(first=policies[0], second=policies[1])
     check_engine(rule, opened, pair, SERVED_VLLM[kind])
+
+
+def test_served_teacher_gives_the_divergence_of_a_local_one(server, policies):
+    check_served_teacher(served(VLLMEngine, server), policies)
 
 
 @NEEDS_REAL

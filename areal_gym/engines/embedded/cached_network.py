@@ -62,6 +62,8 @@ class Step:
     """The decoding rows, grouped by shared beginnings."""
     images: Mapping[int, tuple[ImageRef, ...]] = field(default_factory=dict)
     """The images of the sequence in a cache row, by row; rows without images are not listed."""
+    scores_all: bool = False
+    """Whether the logits of all tokens are computed, not only those of last tokens."""
 
     @property
     def positions_R(self) -> Tensor:
@@ -76,7 +78,12 @@ class Step:
 
     @property
     def last_tokens(self) -> Tensor:
-        """The decoding rows' tokens, then the last token of each prompt, [R + B]."""
+        """The decoding rows' tokens, then the last token of each prompt, [R + B].
+
+        With `scores_all`, these are all tokens, [N].
+        """
+        if self.scores_all:
+            return torch.arange(len(self.positions_N), device=self.positions_N.device)
         ends = (tokens.stop - 1 for _, tokens in self.placed_prompts)
         return torch.tensor([*range(self.num_decoding), *ends], device=self.positions_N.device)
 
@@ -126,7 +133,7 @@ class CachedNetwork(Protocol):
         """Drop all cached rows."""
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits, [R + B, V], of decoding rows and prompts' last tokens."""
+        """Return float32 logits of the step's `last_tokens`, [R + B, V]."""
 
 
 def require_same_names(missing: Collection[str], unknown: Collection[str]) -> None:

@@ -24,6 +24,7 @@ from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Generation, Piece, SamplingParams
 from areal_gym.engines.embedded.cached_network import CacheLayout
 from areal_gym.engines.embedded.network import checkpoint_network, decoder_network
+from areal_gym.engines.embedded.prompt_scores import PromptScores
 from areal_gym.engines.embedded.requests import EngineStats, Request
 from areal_gym.engines.embedded.scheduler import Scheduler
 from areal_gym.errors import ConfigError, EngineError, GrammarError
@@ -35,7 +36,7 @@ _anonymous = itertools.count()
 _T = TypeVar("_T")
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(PromptScores):
     """Samples a policy with torch, on CPU or CUDA; `docs/models.md` lists the supported models.
 
     It batches continuously over a preallocated cache: a row is refilled as soon as its turn ends. A

@@ -121,7 +121,7 @@ class CachedDecoder:
                 qk.copy_(F.rms_norm(qk, (head_dim,), None, eps).mul_(layer.qk_norm))
             turns = rotations if window is None else local_rotations
             q = self._place(qkv, turns, step, cache)
-            if step.prompts and layer is weights.layers[-1]:
+            if step.prompts and layer is weights.layers[-1] and not step.scores_all:
                 # Only the last tokens need the output of the last layer.
                 last = step.last_tokens
                 ends = [replace(prompt, start=prompt.stop - 1) for prompt in step.prompts]

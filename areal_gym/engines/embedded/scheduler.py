@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from areal_gym.errors import EngineError
 from areal_gym.message_types import ImageRef
 from areal_gym.types import FinishReason
 
+_T = TypeVar("_T")
 _MAX_SPREAD = 1.25
 """The most decoded rows per working row; swapping two rows costs about as much as decoding one idle
 row for twenty steps."""
@@ -184,6 +186,17 @@ class Scheduler:
             _record_experts([row.request for row in working if row.request is not None], experts)
         return self._take_tokens(working, logits)
 
+    def lend_row(self, use: Callable[[int], _T]) -> _T | None:
+        """Call `use` with the index of a free row, whose cache it may overwrite.
+
+        Returns None while all rows work.
+        """
+        row = self._free_row(avoid=None)
+        if row is None:
+            return None
+        self._empty(row)
+        return use(row.index)
+
     # ---- rows ---------------------------------------------------------------------------------
 
     def _admit(self) -> list[_Row]:
@@ -234,9 +247,7 @@ class Scheduler:
         prompt = request.cache_keys
         source = self._by_prompt.get(prompt)
         if source is not row:
-            for held in [p for p, holder in self._by_prompt.items() if holder is row]:
-                del self._by_prompt[held]
-            row.forget()
+            self._empty(row)
             if source is not None and self.network.can_cut:
                 num_tokens = _common_prefix(source.tokens, prompt)
                 self.network.copy_row(source.index, row.index, num_tokens)
@@ -246,6 +257,12 @@ class Scheduler:
                 row.family, row.num_shared = source.family, min(source.num_shared, num_tokens)
         row.session = request.session
         self._by_session[request.session] = row
+
+    def _empty(self, row: _Row) -> None:
+        """Forget what a free row has cached, so that no sibling is given it."""
+        for held in [p for p, holder in self._by_prompt.items() if holder is row]:
+            del self._by_prompt[held]
+        row.forget()
 
     def _free_row(self, avoid: _Row | None) -> _Row | None:
         """Return a free row, else that of the longest idle session; None if all rows work.

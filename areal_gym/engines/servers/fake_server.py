@@ -222,28 +222,6 @@ class FakeServer(EngineServer):
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _score(self, token_ids: list[int]) -> list[float]:
-        return await asyncio.to_thread(self._scores, token_ids)
-
-    def _scores(self, token_ids: list[int]) -> list[float]:
-        import torch
-
-        from areal_gym.models.backend import ModelLoader
-        from areal_gym.models.flat_batch import causal_attend
-        from areal_gym.models.tiny import load_checkpoint
-
-        if ModelLoader().uses_transformers(self.model_path):
-            raise ValueError("this server scores prompts with small decoders only")
-        decoder = load_checkpoint(Path(self.model_path))
-        adapter, weights = self._adapters.get(self._adapter or ""), self._base()
-        decoder.load_state_dict(weights if adapter is None else adapter.merged_into(weights))
-        ids = torch.tensor(token_ids)
-        with torch.no_grad():
-            hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
-            logprobs = decoder.logits(hidden).log_softmax(-1)
-        scores: list[float] = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
-        return scores
-
     def _base(self) -> dict[str, Any]:
         """Return the weights without any adapter."""
         if not self._weights:

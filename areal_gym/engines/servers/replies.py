@@ -41,6 +41,43 @@ class TurnRequest:
         return collapsed(self.prompt_ids, self.images) if self.images else self.prompt_ids
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFacts:
+    """The version, model and limits that a server reports."""
+
+    version: str
+    """The version of the server's program."""
+    model_path: str
+    weight_version: str
+    max_context: int
+    """The most tokens of prompt and new tokens together."""
+    vocab_size: int | None
+    """The model's vocabulary size; None if the server does not report it."""
+    can_set_aside: bool
+    """Whether requests can wait in the server while weights change, and continue afterwards."""
+    device: str
+    """The kind of device that it samples on; "unknown" if the server does not report it."""
+    frees_memory: bool
+    """Whether the memory of its GPUs can be released."""
+    dtype: str = "unknown"
+    """The type that it computes in, by torch's name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreRequest:
+    """A request for the `top_k` likeliest tokens in the places of `token_ids[start:]`."""
+
+    token_ids: Sequence[int]
+    top_k: int
+    start: int
+    adapter: str | None
+
+    @property
+    def num_places(self) -> int:
+        """The number of places."""
+        return len(self.token_ids) - self.start
+
+
 @dataclass(slots=True)
 class Reply:
     """The tokens of one request, or of all requests of one turn so far."""

@@ -6,7 +6,6 @@ import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -15,8 +14,10 @@ import aiohttp
 
 from areal_gym.engines.base import BROKEN_WEIGHTS, adapter_name
 from areal_gym.engines.servers.json_bodies import dump_json, load_json, message_of
-from areal_gym.engines.servers.replies import INITIAL_WEIGHTS, Reply, TurnRequest
+from areal_gym.engines.servers.replies import INITIAL_WEIGHTS, Reply, ScoreRequest, TurnRequest
+from areal_gym.engines.servers.replies import ServerFacts as ServerFacts
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
+from areal_gym.types import TopTokens
 
 QUICK_S = 30.0
 """Seconds that suffice for a lookup on a busy machine."""
@@ -42,28 +43,6 @@ class RefusedError(EngineError):
         super().__init__(message, hints=hints)
         self.status = status
         """The HTTP status; 200 for routes that refuse in the body."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerFacts:
-    """The version, model and limits that a server reports."""
-
-    version: str
-    """The version of the server's program."""
-    model_path: str
-    weight_version: str
-    max_context: int
-    """The most tokens of prompt and new tokens together."""
-    vocab_size: int | None
-    """The model's vocabulary size; None if the server does not report it."""
-    can_set_aside: bool
-    """Whether requests can wait in the server while weights change, and continue afterwards."""
-    device: str
-    """The kind of device that it samples on; "unknown" if the server does not report it."""
-    frees_memory: bool
-    """Whether the memory of its GPUs can be released."""
-    dtype: str = "unknown"
-    """The type that it computes in, by torch's name."""
 
 
 class ServerClient(ABC):
@@ -146,6 +125,10 @@ class ServerClient(ABC):
         self, token_ids: Sequence[int], *, adapter: str | None, timeout_s: float
     ) -> list[float]:
         """Return the log-probabilities of `token_ids[1:]` at temperature 1."""
+
+    @abstractmethod
+    async def score_top(self, request: ScoreRequest, *, timeout_s: float) -> TopTokens:
+        """Return the likeliest tokens in the places of a request at temperature 1."""
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from areal_gym.engines.base import Generation, SamplingParams, adapter_name
 from areal_gym.engines.servers.publication import PublicationGate
-from areal_gym.engines.servers.replies import Reply, TurnRequest
+from areal_gym.engines.servers.replies import Reply, ScoreRequest, TurnRequest
 from areal_gym.engines.servers.server_client import RefusedError, is_refused
 from areal_gym.engines.servers.server_pool import ServerPool
 from areal_gym.engines.servers.server_state import ServerState
 from areal_gym.errors import EngineError, EngineUnreachableError, GrammarError
 from areal_gym.message_types import ImageRef
-from areal_gym.types import FinishReason
+from areal_gym.types import FinishReason, TopTokens
 
 _NOT_RETRIED = frozenset({400, 404, 405, 413, 422})
 """HTTP statuses that a retry does not change."""
@@ -195,6 +195,18 @@ class TurnSampler(ServerPool):
         timeout_s = self._request_timeout_s
         with state.request_in_flight():
             return await state.client.score(token_ids, adapter=self._adapter, timeout_s=timeout_s)
+
+    async def score_top(self, token_ids: Sequence[int], top_k: int, *, start: int = 1) -> TopTokens:
+        """Return the likeliest tokens in the places of `token_ids[start:]`; see `TopScoringEngine`.
+
+        Raises:
+            ConfigError: the server does not list as many tokens.
+            EngineError: no server could score them.
+        """
+        state = await self._enter(None)
+        request = ScoreRequest(token_ids=token_ids, top_k=top_k, start=start, adapter=self._adapter)
+        with state.request_in_flight():
+            return await state.client.score_top(request, timeout_s=self._request_timeout_s)
 
     async def _enter(self, session: str | None) -> ServerState:
         """Wait for the gate, and return a serving server."""

@@ -9,8 +9,8 @@ against the real server::
 
     python -m areal_gym.engines.sglang.fake --model-path POLICY --port 30000
 
-Limits: it takes token ids only, without streaming or `n` above 1. It scores prompts if the model is
-a checkpoint directory. The pause "in_place" acts like "retract": no cache is kept under new
+Limits: it takes token ids only, without streaming or `n` above 1. It scores prompts if the engine
+can. The pause "in_place" acts like "retract": no cache is kept under new
 weights. It refuses grammars, as a server started with `--grammar-backend none` does.
 """
 

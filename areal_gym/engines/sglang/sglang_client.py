@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_gym.engines.servers.replies import Reply, TurnRequest
+from areal_gym.engines.servers.replies import Reply, ScoreRequest, TurnRequest
 from areal_gym.engines.servers.server_client import (
     ADAPTER_S,
     DISK_S,
@@ -25,8 +25,16 @@ from areal_gym.engines.servers.server_pictures import (
     without_placeholders,
 )
 from areal_gym.engines.sglang.adapter_limits import require_whole_groups
-from areal_gym.engines.sglang.sglang_replies import experts_request, read_answer, sampling_params
+from areal_gym.engines.sglang.sglang_replies import (
+    experts_request,
+    read_answer,
+    read_top,
+    sampling_params,
+    score_request,
+    top_request,
+)
 from areal_gym.errors import EngineError
+from areal_gym.types import TopTokens
 
 _NO_ROUTE = 404
 _RESERVED_TOKENS = 6
@@ -120,19 +128,19 @@ class SGLangClient(ServerClient):
         self, token_ids: Sequence[int], *, adapter: str | None, timeout_s: float
     ) -> list[float]:
         """Return the log-probabilities of `token_ids[1:]` at temperature 1."""
-        body: dict[str, Any] = {
-            "input_ids": list(token_ids),
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-        }
-        if adapter is not None:
-            body["lora_path"] = adapter
+        body = score_request(token_ids, 0, adapter)
         answer = await self.post_often("/generate", body, timeout_s=timeout_s)
         try:
             return [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
         except KeyError:
             raise EngineError(f"{self.url} did not score: {str(answer)[:200]}") from None
+
+    async def score_top(self, request: ScoreRequest, *, timeout_s: float) -> TopTokens:
+        """Return the likeliest tokens in the places of a request at temperature 1."""
+        body = score_request(request.token_ids, request.start - 1, request.adapter)
+        body |= top_request(request.top_k)
+        answer = await self.post_often("/generate", body, timeout_s=timeout_s)
+        return read_top(answer, request)
 
     async def abort(self, request_id: str) -> None:
         """End a request whose caller has gone."""

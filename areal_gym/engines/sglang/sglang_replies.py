@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
+from base64 import b64decode
+from collections.abc import Sequence
 from typing import Any
 
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.expert_encoding import decode_experts
-from areal_gym.engines.servers.replies import Reply, make_reply, shared_sampling_params
+from areal_gym.engines.scoring import require_shape
+from areal_gym.engines.servers.replies import (
+    Reply,
+    ScoreRequest,
+    make_reply,
+    shared_sampling_params,
+)
 from areal_gym.errors import EngineError
+from areal_gym.types import TopTokens
 from areal_gym.utils.packed_numbers import Floats, Ints
 
 
@@ -68,3 +78,50 @@ def experts_request(num_prompt: int) -> dict[str, Any]:
     prompt's last token on, those are the positions at which the tokens were sampled.
     """
     return {"return_routed_experts": True, "routed_experts_start_len": num_prompt - 1}
+
+
+def score_request(token_ids: Sequence[int], start: int, adapter: str | None) -> dict[str, Any]:
+    """Return the body of a request for the log-probabilities of `token_ids[start + 1:]`."""
+    body: dict[str, Any] = {
+        "input_ids": list(token_ids),
+        "return_logprob": True,
+        "logprob_start_len": start,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+    }
+    return body if adapter is None else {**body, "lora_path": adapter}
+
+
+def top_request(top_k: int) -> dict[str, Any]:
+    """Return the fields that ask for the likeliest tokens of each place as packed arrays.
+
+    Versions before the packed form ignore what they do not know, and answer with nested lists.
+    """
+    packed = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
+    return {"top_logprobs_num": top_k, **packed}
+
+
+def read_top(answer: dict[str, Any], request: ScoreRequest) -> TopTokens:
+    """Read the likeliest tokens in the places of a request.
+
+    Raises:
+        EngineError: the answer lacks them.
+    """
+    try:
+        meta = answer["meta_info"]
+        if "input_top_logprobs_idx_flat_b64" in meta:
+            ids, logprobs = (
+                b64decode(meta[f"input_top_logprobs_{name}_flat_b64"]) for name in ("idx", "val")
+            )
+            top = TopTokens(ids, logprobs, meta["input_top_logprobs_shape"][1])
+        else:
+            rows = [row for row in meta["input_top_logprobs"] if row]
+            top = TopTokens(
+                array("i", [entry[1] for row in rows for entry in row]).tobytes(),
+                array("f", [entry[0] for row in rows for entry in row]).tobytes(),
+                len(rows[0]),
+            )
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise EngineError(
+            f"/generate did not list the likeliest tokens ({error!r}): {str(answer)[:200]}"
+        ) from None
+    return require_shape(top, request.num_places, request.top_k)

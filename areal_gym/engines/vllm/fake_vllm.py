@@ -8,8 +8,8 @@ front of any engine. One suite (`tests/vllm`) runs against it and against the re
 
     python -m areal_gym.engines.vllm.fake_vllm POLICY --port 8000
 
-Limits: token ids only, no streams, no `n` above 1. It scores prompts if the model is a checkpoint
-directory. It refuses grammars.
+Limits: token ids only, no streams, no `n` above 1. It scores prompts if the engine can. It refuses
+grammars.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from aiohttp import web
 
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.engines.checkpoint_config import eos_token_ids, vocab_size_of
-from areal_gym.engines.server import RunningRequest, version_spans
+from areal_gym.engines.server import RunningRequest
 from areal_gym.engines.server_requests import read_request
 from areal_gym.engines.servers.fake_server import FakeServer, serve_checkpoint
 from areal_gym.engines.vllm.fake_bodies import (
@@ -35,6 +35,8 @@ from areal_gym.engines.vllm.fake_bodies import (
     FinishedUpdateBody,
     GenerateBody,
     VersionBody,
+    generated,
+    prompt_logprobs,
 )
 from areal_gym.engines.vllm.fake_transfer import FakeTransfer, RefusedWeightsError
 from areal_gym.utils.files import read_json
@@ -54,6 +56,7 @@ class FakeVLLMServer(FakeServer):
         logprobs_mode: reported; log-probabilities are those of the temperature all the same.
         emulate: the reported version.
         max_lora_rank: adapters of a higher rank are refused.
+        max_logprobs: the most tokens that it lists in a place; -1 is the whole vocabulary.
         chunk_tokens: tokens sampled per engine call; abort and pause act between calls.
         host: the address to listen on.
         port: 0 takes a free one.
@@ -68,6 +71,7 @@ class FakeVLLMServer(FakeServer):
         logprobs_mode: str = "processed_logprobs",
         emulate: str = "0.32.0",
         max_lora_rank: int = 16,
+        max_logprobs: int = 20,
         chunk_tokens: int = 4,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -76,6 +80,7 @@ class FakeVLLMServer(FakeServer):
         self._logprobs_mode = logprobs_mode
         self._emulate = emulate
         self._max_lora_rank = max_lora_rank
+        self._max_logprobs = max_logprobs
         self._is_asleep = False
         super().__init__(
             engine, model_path=model_path, chunk_tokens=chunk_tokens, host=host, port=port
@@ -134,7 +139,11 @@ class FakeVLLMServer(FakeServer):
         return web.json_response({"object": "list", "data": [base, *adapters]})
 
     async def _info(self, request: web.Request) -> web.Response:
-        model = {"logprobs_mode": self._logprobs_mode, "enable_sleep_mode": False}
+        model = {
+            "logprobs_mode": self._logprobs_mode,
+            "max_logprobs": self._max_logprobs,
+            "enable_sleep_mode": False,
+        }
         adapters = None if "lora" in self._lacks else {"max_lora_rank": self._max_lora_rank}
         return web.json_response({"vllm_config": {"model_config": model, "lora_config": adapters}})
 
@@ -164,38 +173,11 @@ class FakeVLLMServer(FakeServer):
             raise RequestBodyError(message, status=404)
         async with self._sampled_as(adapter):
             finish = await self._run(running)
-            scores: list[dict[str, Any] | None] | None = None
-            if body.sampling_params.prompt_logprobs is not None:
-                pairs = zip(body.token_ids[1:], await self._score(body.token_ids), strict=True)
-                scores = [None, *({str(i): {"logprob": p, "rank": 1}} for i, p in pairs)]
-        return web.json_response(self._generated(running, finish, body, scores))
-
-    def _generated(
-        self,
-        running: RunningRequest,
-        finish: dict[str, Any],
-        body: GenerateBody,
-        scores: list[dict[str, Any] | None] | None,
-    ) -> dict[str, Any]:
-        matched = finish.get("matched")
-        rows = zip(running.token_ids, running.logprobs, strict=True)
-        spans = version_spans(running.versions)
-        content = [{"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in rows]
-        choice = {
-            "index": 0,
-            "finish_reason": finish["type"],
-            "stop_reason": matched if matched in body.sampling_params.stop_token_ids else None,
-            "token_ids": running.token_ids,
-            **({} if "versions" in self._lacks else {"weight_versions": spans}),
-            "logprobs": None if body.sampling_params.logprobs is None else {"content": content},
-        }
-        return {
-            "request_id": running.rid,
-            "model": body.model or "policy",
-            "choices": [choice],
-            "prompt_logprobs": scores,
-            **({"prompt_token_ids": running.prompt_ids} if body.return_token_ids else {}),
-        }
+            scores = await prompt_logprobs(self, body, self._max_logprobs)
+        has_versions = "versions" not in self._lacks
+        return web.json_response(
+            generated(running, finish, body, scores, has_versions=has_versions)
+        )
 
     def _read_generate(self, body: GenerateBody) -> RunningRequest:
         sampling, context = body.sampling_params, self.engine.max_context
@@ -380,6 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--max-lora-rank", type=int, default=16)
+    parser.add_argument("--max-logprobs", type=int, default=20)
     parser.add_argument("--max-model-len", type=int, default=4096)
     options, _ = parser.parse_known_args(arguments)
     asyncio.run(
@@ -390,6 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             num_slots=options.max_num_seqs,
             max_context=options.max_model_len,
             max_lora_rank=options.max_lora_rank,
+            max_logprobs=options.max_logprobs,
             host=options.host,
             port=options.port,
         )

@@ -6,14 +6,16 @@ how to start it.
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from areal_gym.engines.base import BROKEN_WEIGHTS
 from areal_gym.engines.servers.launch import StartRecipe, module_folder
-from areal_gym.engines.servers.replies import Reply, TurnRequest
+from areal_gym.engines.servers.replies import Reply, ScoreRequest, TurnRequest
 from areal_gym.engines.servers.server_client import (
     ADAPTER_S,
     DISK_S,
@@ -30,9 +32,13 @@ from areal_gym.engines.vllm.vllm_replies import (
     generate_body,
     read_answer,
     read_scores,
+    read_top,
+    require_listed,
+    score_body,
     tells_versions,
 )
 from areal_gym.errors import ConfigError, EngineError
+from areal_gym.types import TopTokens
 from areal_gym.utils.files import read_json
 
 PAUSE_S = 60.0
@@ -71,11 +77,15 @@ class VLLMClient(ServerClient):
     can_wake_twice = True
     _is_raw = False
     """Log-probabilities are those of temperature 1, whatever is sampled at."""
+    _max_logprobs = 20
+    """The most tokens that it lists in a place, vLLM's default; -1 is the whole vocabulary."""
     _max_lora_rank: int | None = None
     """None if the server does not report it, or takes no adapters."""
     _is_on_cpu = False
     """Its workers have no memory to release, and fail when they are to release the cache alone."""
     _num_set_aside = 0
+    _scoring: AbstractAsyncContextManager[object] = nullcontext()
+    """vLLM 0.32.0 with adapters dies of two requests for scores in one step: there it is a lock."""
 
     @staticmethod
     def command_to_start(model: str, host: str, port: int) -> str:
@@ -103,8 +113,10 @@ class VLLMClient(ServerClient):
         await self._require_generation(version)
         loader = await self._weight_loader(version)
         self._is_raw = not str(model.get("logprobs_mode", "raw_logprobs")).startswith("processed")
+        self._max_logprobs = int(model.get("max_logprobs", self._max_logprobs))
         self._is_on_cpu = loader.get("device") == "cpu"
         self._max_lora_rank = (info.get("lora_config") or {}).get("max_lora_rank")
+        self._scoring = nullcontext() if self._max_lora_rank is None else asyncio.Lock()
         served = (await self.get("/v1/models"))["data"]
         base = next(row for row in served if not row.get("parent"))
         self.num_ranks = int((await self.get("/get_world_size"))["world_size"])
@@ -212,16 +224,23 @@ class VLLMClient(ServerClient):
     async def score(
         self, token_ids: Sequence[int], *, adapter: str | None, timeout_s: float
     ) -> list[float]:
-        """Return the log-probabilities of `token_ids[1:]` at temperature 1.
+        """Return the log-probabilities of `token_ids[1:]`, fewer than the context, at temp. 1."""
+        body = score_body(token_ids, 0, adapter)
+        return read_scores(await self._post_score(body, timeout_s), body["token_ids"])
 
-        The server samples one token more, so that they must be fewer than its context.
+    async def score_top(self, request: ScoreRequest, *, timeout_s: float) -> TopTokens:
+        """Return the likeliest tokens in the places of a request at temperature 1.
+
+        Raises:
+            ConfigError: the server lists fewer tokens.
         """
-        ids = list(token_ids)
-        sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}
-        body: dict[str, Any] = {"token_ids": ids, "sampling_params": sampling}
-        if adapter is not None:
-            body["model"] = adapter
-        return read_scores(await self.post_often(GENERATE, body, timeout_s=timeout_s), ids)
+        require_listed(self.url, self._max_logprobs, request.top_k)
+        body = score_body(request.token_ids, request.top_k, request.adapter)
+        return read_top(await self._post_score(body, timeout_s), request)
+
+    async def _post_score(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        async with self._scoring:
+            return await self.post_often(GENERATE, body, timeout_s=timeout_s)
 
     async def abort(self, request_id: str) -> None:
         """Do nothing: the server ends a request whose connection is closed."""

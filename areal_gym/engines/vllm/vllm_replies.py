@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from areal_gym.engines.base import SamplingParams
-from areal_gym.engines.servers.replies import Reply, TurnRequest, make_reply, shared_sampling_params
+from areal_gym.engines.scoring import require_shape
+from areal_gym.engines.servers.replies import (
+    Reply,
+    ScoreRequest,
+    TurnRequest,
+    make_reply,
+    shared_sampling_params,
+)
 from areal_gym.engines.servers.server_pictures import image_urls, without_placeholders
-from areal_gym.errors import EngineError
+from areal_gym.errors import ConfigError, EngineError
+from areal_gym.types import TopTokens
 from areal_gym.utils.packed_numbers import Floats, Ints
 
 GENERATE = "/inference/v1/generate"
@@ -105,3 +115,47 @@ def read_scores(answer: dict[str, Any], token_ids: list[int]) -> list[float]:
         return [rows[i][str(token)]["logprob"] for i, token in enumerate(token_ids) if i]
     except (KeyError, TypeError, IndexError) as error:
         raise EngineError(f"{GENERATE} did not score: {error!r}: {str(answer)[:200]}") from None
+
+
+def score_body(token_ids: Sequence[int], top_k: int, adapter: str | None) -> dict[str, Any]:
+    """Return the body of a request for the scores of a prompt, and `top_k` tokens of each place."""
+    sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": top_k}
+    body: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": sampling}
+    return body if adapter is None else {**body, "model": adapter}
+
+
+def require_listed(url: str, limit: int, top_k: int) -> None:
+    """Raise ConfigError if the server lists fewer tokens in a place; -1 is no limit."""
+    if 0 <= limit < top_k:
+        raise ConfigError(
+            f"{url} lists at most {limit} tokens in a place; {top_k} are wanted",
+            hints=[
+                f"start it with --max-logprobs {top_k}",
+                f"or ask for fewer: teacher.top_k={limit}",
+            ],
+        )
+
+
+def read_top(answer: dict[str, Any], request: ScoreRequest) -> TopTokens:
+    """Read the likeliest tokens in the places of a request.
+
+    vLLM lists the prompt's own token, too, whatever its rank.
+
+    Raises:
+        EngineError: the answer lacks them.
+    """
+    ids, logprobs = array("i"), array("f")
+    try:
+        for row in answer["prompt_logprobs"][request.start :]:
+            entries = sorted((-entry["logprob"], int(token)) for token, entry in row.items())
+            best = entries[: request.top_k]
+            if len(best) < request.top_k:
+                raise ValueError(f"{len(best)} of {request.top_k} tokens")
+            ids.extend(token for _, token in best)
+            logprobs.extend(-negative for negative, _ in best)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise EngineError(
+            f"{GENERATE} did not list the likeliest tokens ({error!r}): {str(answer)[:200]}"
+        ) from None
+    top = TopTokens(ids.tobytes(), logprobs.tobytes(), request.top_k)
+    return require_shape(top, request.num_places, request.top_k)

@@ -4,8 +4,8 @@
                       `---> token ids of its own rows --to one rank--------^
 
 Estimators and metrics need the whole batch, so rewards, lengths, versions and recorded
-log-probabilities go to every rank. Token ids, and a mixture's experts, which take a hundred times
-as much, go only to the rank that passes their row through its model.
+log-probabilities go to every rank. Token ids, and a mixture's experts or a teacher's top tokens,
+which take a hundred times as much, go only to the rank that passes their row through its model.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from areal_gym.config import Layout
 from areal_gym.episode_roles import trained_parts
 from areal_gym.errors import TrainError
 from areal_gym.trainer.parallel.rank_group import Ranks
-from areal_gym.types import Group, RoutedExperts, TokenSpan, Trajectory
+from areal_gym.types import Group, RoutedExperts, TokenSpan, TopTokens, Trajectory
 from areal_gym.utils.packed_numbers import Ints
 
-OwnTokens = Mapping[int, Sequence[tuple[Ints, RoutedExperts | None]]]
-"""The ids and experts of each span of a trajectory, by the trajectory's index in the batch."""
+SpanTokens = tuple[Ints, RoutedExperts | None, TopTokens | None]
+"""A span's token ids, their experts and the teacher's likeliest tokens."""
+OwnTokens = Mapping[int, Sequence[SpanTokens]]
+"""The tokens of each span of a trajectory, by the trajectory's index in the batch."""
 
 
 class OtherRanksTokens(Ints):
@@ -98,7 +100,10 @@ def divide(
             own |= {rows[i] for i in (*members, spare)} if rows else set()
         every_own.append(
             {
-                place: [(Ints.of(s.token_ids), s.routed_experts) for s in trajectories[place].spans]
+                place: [
+                    (Ints.of(s.token_ids), s.routed_experts, s.teacher_top)
+                    for s in trajectories[place].spans
+                ]
                 for place in sorted(own)
             }
         )
@@ -116,7 +121,8 @@ def with_tokens(groups: Sequence[Group], own: OwnTokens) -> list[Group]:
             return trajectory
         pairs = zip(trajectory.spans, own[place], strict=True)
         spans = (
-            replace(span, token_ids=ids, routed_experts=experts) for span, (ids, experts) in pairs
+            replace(span, token_ids=ids, routed_experts=experts, teacher_top=top)
+            for span, (ids, experts, top) in pairs
         )
         return replace(trajectory, spans=tuple(spans))
 
@@ -125,7 +131,8 @@ def with_tokens(groups: Sequence[Group], own: OwnTokens) -> list[Group]:
 
 def _without_tokens(group: Group) -> Group:
     def bare(span: TokenSpan) -> TokenSpan:
-        return replace(span, token_ids=OtherRanksTokens(len(span)), routed_experts=None)
+        ids = OtherRanksTokens(len(span))
+        return replace(span, token_ids=ids, routed_experts=None, teacher_top=None)
 
     members = (replace(t, spans=tuple(map(bare, t.spans))) for t in group)
     return replace(group, trajectories=tuple(members))

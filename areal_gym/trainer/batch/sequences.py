@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_gym.episode_roles import roles_of, trained_parts
 from areal_gym.trainer.batch.rank_batches import OtherRanksTokens
-from areal_gym.types import Group, ImageRef, RoutedExperts, TokenSpan, Trajectory
+from areal_gym.types import Group, ImageRef, RoutedExperts, TokenSpan, TopTokens, Trajectory
 from areal_gym.utils.packed_numbers import Bools, Floats, Ints, PackedNumbers
 
 
@@ -76,6 +76,8 @@ class Sequence:
     teacher."""
     routed_experts: RoutedExperts | None = None
     """The experts by which the trained tokens were sampled; None if no engine recorded them."""
+    teacher_top: TopTokens | None = None
+    """The tokens that a teacher held likeliest at each trained token; None without such a one."""
     runs: tuple[TrainedRun, ...] = ()
     """The tokens to train on; by default they are counted in the columns."""
     num_trainable: int = field(init=False)
@@ -172,6 +174,7 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **fields: Any) -> Sequence:
         runs=tuple(TrainedRun(s.turn, s.policy_version or 0, len(s)) for s in sampled if len(s)),
         routed_experts=known
         and RoutedExperts.joined(s.routed_experts or known.unknown(len(s)) for s in sampled),
+        teacher_top=TopTokens.joined(span.teacher_top for span in sampled),
         num_prompt_tokens=lengths[0] if spans and spans[0].origin == "prompt" else 0,
         images=tuple(
             image.moved(start)

@@ -1,8 +1,9 @@
 """On-policy distillation: a teacher scores the tokens that the student sampled.
 
-    rollouts --groups--> annotate (teacher) --groups--> trainer, with the advantage `distill`
+    rollouts --groups--> annotate (teacher) --groups--> trainer, with the advantage `distill`, or
+                                                        with `TeacherDivergence` of the top tokens
 
-The log-probabilities are written into the trajectories, so that a run can be replayed without its
+The teacher's numbers are written into the trajectories, so that a run can be replayed without its
 teacher.
 """
 
@@ -10,34 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from areal_gym.engines.base import ScoringEngine, TopScoringEngine
 from areal_gym.errors import ConfigError, EngineError, TrainError
+from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
-from areal_gym.trainer.base import ReferenceTrainer, Teacher
+from areal_gym.trainer.base import ReferenceTrainer, Teacher, TopTeacher
 from areal_gym.trainer.batch.examples import TokenRow, placed_micro_batches
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.batch.sequences import make_sequences
-from areal_gym.trainer.chunked_logprobs import score_tokens
+from areal_gym.trainer.chunked_logprobs import chunk_tokens, places_before, score_tokens
 from areal_gym.trainer.update import TrainerThread
-from areal_gym.types import Group, TokenSpan, Trajectory
+from areal_gym.types import Group, TokenSpan, TopTokens, Trajectory
 from areal_gym.utils.packed_numbers import Floats
 
 _MAX_IN_FLIGHT = 64
 _MAX_TRIES = 3
-
-
-class Scorer(Protocol):
-    """An engine that can score given tokens, such as `SGLangEngine`."""
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of `token_ids[1:]`, each given those before, at temp. 1."""
+_IMPOSSIBLE = -100.0
+"""The log-probability of a listed token whose probability is 0: an infinite one has no gradient."""
+_T = TypeVar("_T")
 
 
 class LocalTeacher:
@@ -52,29 +52,62 @@ class LocalTeacher:
 
     async def score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
         """Return the log-probabilities, at temperature 1, of the marked tokens of each row."""
-        return await self._thread.call(self._score, rows)
+
+        def score_batch(batch: PackedBatch, masks: list[Sequence[bool]]) -> list[list[float]]:
+            logprobs_T = score_tokens(self._model, batch, masks).logprobs
+            return [part.tolist() for part in torch.split(logprobs_T, list(map(sum, masks)))]
+
+        return await self._thread.call(self._by_row, rows, score_batch)
+
+    async def score_top(self, rows: Sequence[TokenRow], top_k: int) -> list[TopTokens]:
+        """Return the `top_k` likeliest tokens at each row's marked tokens; see `TopTeacher`."""
+
+        def score_batch(batch: PackedBatch, masks: list[Sequence[bool]]) -> list[TopTokens]:
+            lengths = list(map(sum, masks))
+            ids, logprobs = (part.split(lengths) for part in self._top(batch, masks, top_k))
+            pairs = zip(ids, logprobs, strict=True)
+            return [TopTokens.from_arrays(i.numpy(), p.numpy()) for i, p in pairs]
+
+        return await self._thread.call(self._by_row, rows, score_batch)
 
     def close(self) -> None:
         """End the thread."""
         self._thread.close()
 
     @torch.no_grad()
-    def _score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
+    def _by_row(
+        self,
+        rows: Sequence[TokenRow],
+        score_batch: Callable[[PackedBatch, list[Sequence[bool]]], list[_T]],
+    ) -> list[_T]:
+        """Return what `score_batch` computes of each row, micro-batch by micro-batch."""
         device = next(self._model.parameters()).device
-        by_index: dict[int, list[float]] = {}
+        by_index: dict[int, _T] = {}
         examples = [(row,) for row in rows]
         for batch, indexes in placed_micro_batches(examples, self._budget, device):
-            masks = [rows[i].mask for i in indexes]
-            logprobs_T = score_tokens(self._model, batch, masks).logprobs
-            parts = torch.split(logprobs_T, [sum(mask) for mask in masks])
-            by_index.update(zip(indexes, (part.tolist() for part in parts), strict=True))
+            scores = score_batch(batch, [rows[i].mask for i in indexes])
+            by_index.update(zip(indexes, scores, strict=True))
         return [by_index[i] for i in range(len(rows))]
+
+    def _top(
+        self, batch: PackedBatch, masks: list[Sequence[bool]], top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ids and log-probabilities of the likeliest tokens on the CPU, [T, K]."""
+        device = batch.token_ids_N.device
+        sources, _ = places_before(batch, masks)
+        hidden_TC = self._model(batch, torch.tensor(sources, dtype=torch.long, device=device))
+        parts = []
+        for part_TC in hidden_TC.split(chunk_tokens(self._model.shape.vocab_size, device)):
+            logprobs_TV = self._model.logits(part_TC).float().log_softmax(-1)
+            parts.append(logprobs_TV.topk(min(top_k, logprobs_TV.shape[-1]), dim=-1))
+        logprobs_TK, ids_TK = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+        return ids_TK, logprobs_TK
 
 
 class RemoteTeacher:
     """A teacher model on servers; a request that fails is repeated a few times."""
 
-    def __init__(self, engine: Scorer) -> None:
+    def __init__(self, engine: ScoringEngine) -> None:
         self._engine = engine
         self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
 
@@ -84,24 +117,47 @@ class RemoteTeacher:
         Raises:
             EngineError: no server answered.
         """
+
+        async def score_row(row: TokenRow) -> list[float]:
+            return list(compress(await self._engine.score(row.token_ids), row.mask[1:]))
+
+        return await self._of_rows(rows, score_row)
+
+    async def score_top(self, rows: Sequence[TokenRow], top_k: int) -> list[TopTokens]:
+        """Return the `top_k` likeliest tokens at each row's marked tokens; see `TopTeacher`.
+
+        Raises:
+            EngineError: no server answered.
+        """
+        engine = self._engine
+        assert isinstance(engine, TopScoringEngine)  # `open_teacher` checks it
+
+        async def score_row(row: TokenRow) -> TopTokens:
+            is_marked = np.asarray(row.mask)
+            start = int(is_marked.argmax())
+            top = await engine.score_top(row.token_ids, top_k, start=start)
+            return TopTokens.from_arrays(*(part[is_marked[start:]] for part in top.arrays()))
+
+        return await self._of_rows(rows, score_row)
+
+    async def _of_rows(
+        self, rows: Sequence[TokenRow], score_row: Callable[[TokenRow], Awaitable[_T]]
+    ) -> list[_T]:
+        async def retried(row: TokenRow) -> _T:
+            async with self._slots:
+                for tries in range(1, _MAX_TRIES):
+                    try:
+                        return await score_row(row)
+                    except EngineError:
+                        await asyncio.sleep(0.25 * 2**tries)
+                return await score_row(row)
+
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._score(row)) for row in rows]
+                tasks = [group.create_task(retried(row)) for row in rows]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
-
-    async def _score(self, row: TokenRow) -> list[float]:
-        async with self._slots:
-            for tries in range(1, _MAX_TRIES + 1):
-                try:
-                    scores = await self._engine.score(row.token_ids)
-                    break
-                except EngineError:
-                    if tries == _MAX_TRIES:
-                        raise
-                    await asyncio.sleep(0.25 * 2**tries)
-        return list(compress(scores, row.mask[1:]))
 
 
 class PolicyTeacher:
@@ -147,12 +203,40 @@ class TeacherMixture:
         Raises:
             ConfigError: an environment has no teacher.
         """
-        parts: list[list[tuple[float, np.ndarray[Any, Any]]]] = [[] for _ in rows]
+        every_part = await self._parts(rows, env_ids, lambda teacher, own: teacher.score(own))
+        return [_log_mixture([(w, np.asarray(score)) for w, score in p]) for p in every_part]
+
+    async def score_top_tasks(
+        self, rows: Sequence[TokenRow], env_ids: Sequence[str], top_k: int
+    ) -> list[TopTokens]:
+        """Return the mixture's likeliest tokens at each row's marked tokens.
+
+        Where a teacher does not list a token, its share of that token counts as 0: it is a part of
+        what the teacher leaves to all other tokens.
+
+        Raises:
+            ConfigError: an environment has no teacher.
+        """
+
+        async def score(teacher: Teacher, own: list[TokenRow]) -> list[TopTokens]:
+            assert isinstance(teacher, TopTeacher)
+            return await teacher.score_top(own, top_k)
+
+        return [_top_mixture(parts) for parts in await self._parts(rows, env_ids, score)]
+
+    async def _parts(
+        self,
+        rows: Sequence[TokenRow],
+        env_ids: Sequence[str],
+        score: Callable[[Teacher, list[TokenRow]], Awaitable[list[_T]]],
+    ) -> list[list[tuple[float, _T]]]:
+        """Return the weights and scores of each row's teachers."""
+        parts: list[list[tuple[float, _T]]] = [[] for _ in rows]
 
         async def score_with(teacher: Teacher, weight: float, env: str | None) -> None:
             own = [i for i, env_id in enumerate(env_ids) if env in (None, env_id)]
-            for i, score in zip(own, await teacher.score([rows[i] for i in own]), strict=True):
-                parts[i].append((weight, np.asarray(score)))
+            for i, scores in zip(own, await score(teacher, [rows[i] for i in own]), strict=True):
+                parts[i].append((weight, scores))
 
         await asyncio.gather(*(score_with(*teacher) for teacher in self._teachers))
         for env_id, scores in zip(env_ids, parts, strict=True):
@@ -161,7 +245,7 @@ class TeacherMixture:
                     f"no teacher teaches the tasks of {env_id!r}",
                     hints=["a teacher without env teaches all of them"],
                 )
-        return [_log_mixture(scores) for scores in parts]
+        return parts
 
 
 def _log_mixture(scores: Sequence[tuple[float, np.ndarray[Any, Any]]]) -> list[float]:
@@ -171,14 +255,39 @@ def _log_mixture(scores: Sequence[tuple[float, np.ndarray[Any, Any]]]) -> list[f
     return mixed
 
 
+def _top_mixture(parts: Sequence[tuple[float, TopTokens]]) -> TopTokens:
+    """Return the likeliest tokens of the mixture, as many as a teacher lists."""
+    if len(parts) == 1:
+        return parts[0][1]
+    total = sum(weight for weight, _ in parts)
+    arrays = [(weight / total, *top.arrays()) for weight, top in parts]
+    ids_TM = np.concatenate([ids for _, ids, _ in arrays], axis=1)
+    probs_TM = np.concatenate([weight * np.exp(p.astype("f8")) for weight, _, p in arrays], axis=1)
+    order_TM = ids_TM.argsort(axis=1)
+    ids_TM = np.take_along_axis(ids_TM, order_TM, axis=1)
+    probs_TM = np.take_along_axis(probs_TM, order_TM, axis=1)
+    is_new_TM = np.diff(ids_TM, axis=1, prepend=-1) != 0
+    sums_TM = np.zeros_like(probs_TM)  # each token's sum is where it is listed first
+    first_TM = np.maximum.accumulate(np.where(is_new_TM, np.arange(ids_TM.shape[1]), 0), axis=1)
+    np.add.at(sums_TM, (np.arange(len(ids_TM))[:, None], first_TM), probs_TM)
+    best_TK = (-sums_TM).argsort(axis=1, kind="stable")[:, : parts[0][1].top_k]
+    with np.errstate(divide="ignore"):
+        logprobs_TK = np.log(np.take_along_axis(sums_TM, best_TK, axis=1))
+    return TopTokens.from_arrays(np.take_along_axis(ids_TM, best_TK, axis=1), logprobs_TK)
+
+
 Prompts = Callable[[Trajectory], tuple[Sequence[int], Sequence[int]]]
 """Returns the token ids of a trajectory's first prompt, and of the same prompt with a hint."""
 
 
 async def annotate(
-    groups: Sequence[Group], teacher: Teacher | TeacherMixture, prompts: Prompts | None = None
+    groups: Sequence[Group],
+    teacher: Teacher | TeacherMixture,
+    prompts: Prompts | None = None,
+    *,
+    top_k: int | None = None,
 ) -> list[Group]:
-    """Return the groups with the teacher's log-probabilities in the policy's spans.
+    """Return the groups with the teacher's numbers in the policy's spans.
 
     Args:
         groups: the groups of a batch.
@@ -186,6 +295,8 @@ async def annotate(
         prompts: gives the teacher a privileged prompt: it scores the same tokens after a prompt
             with a hint (on-policy self-distillation; Shenfeld et al. 2026, SDFT). Branches with
             another first prompt, because the agent rewrote the history, are scored unchanged.
+        top_k: record this many of the teacher's likeliest tokens (`TokenSpan.teacher_top`), of
+            which a divergence is computed; None records the log-probabilities of the sampled ones.
 
     Raises:
         ConfigError: the hint or the teachers do not fit the tasks.
@@ -209,28 +320,61 @@ async def annotate(
                 "messages than the episode records",
                 hints=["self-distillation with teacher.hint is for agent.id=chat"],
             )
-    answers = (
-        await teacher.score_tasks(rows, [_env_of(trajectory) for trajectory in owners])
-        if isinstance(teacher, TeacherMixture)
-        else await teacher.score(rows)
-    )
-    scores = np.concatenate([np.zeros(0), *map(np.asarray, answers)])
+    env_ids = [_env_of(trajectory) for trajectory in owners]
+    if top_k is None:
+        answers = (
+            await teacher.score_tasks(rows, env_ids)
+            if isinstance(teacher, TeacherMixture)
+            else await teacher.score(rows)
+        )
+        scores = _checked(np.concatenate([np.zeros(0), *map(np.asarray, answers)]))
+        return _with_records(groups, "teacher_logprobs", lambda own: Floats.from_array(scores[own]))
+    if isinstance(teacher, TeacherMixture):
+        tops = await teacher.score_top_tasks(rows, env_ids, top_k)
+    else:
+        assert isinstance(teacher, TopTeacher)
+        tops = await teacher.score_top(rows, top_k)
+    top = TopTokens.joined(map(_checked_top, tops))
+    return _with_records(groups, "teacher_top", lambda own: top and top[own])
+
+
+def _checked(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if not ((scores > -1e6) & (scores <= 1e-3)).all():
         raise TrainError(
             "the teacher's values for the policy's tokens are not log-probabilities",
             hints=["is its tokenizer the policy's?"],
         )
-    num_scored = 0
+    return scores
 
-    def with_teacher(span: TokenSpan) -> TokenSpan:
+
+def _checked_top(top: TopTokens) -> TopTokens:
+    """Require log-probabilities of one distribution; tokens that cannot be get a finite one."""
+    ids_TK, logprobs_TK = top.arrays()
+    logprobs_TK = _checked(np.where(np.isneginf(logprobs_TK), _IMPOSSIBLE, logprobs_TK))
+    if (np.exp(logprobs_TK.astype("f8")).sum(axis=1) > 1 + 1e-2).any():
+        raise TrainError(
+            "the probabilities of a teacher's likeliest tokens add up to more than 1",
+            hints=["a token that it lists twice is counted twice"],
+        )
+    return TopTokens.from_arrays(ids_TK, logprobs_TK)
+
+
+def _with_records(
+    groups: Sequence[Group], name: str, record_of: Callable[[slice], object]
+) -> list[Group]:
+    """Return the groups with `record_of` each span's place among the policy's tokens."""
+    num_recorded = 0
+
+    def with_record(span: TokenSpan) -> TokenSpan:
         if span.origin != "policy":
             return span
-        nonlocal num_scored
-        start, num_scored = num_scored, num_scored + len(span)
-        return replace(span, teacher_logprobs=Floats.from_array(scores[start:num_scored]))
+        nonlocal num_recorded
+        start, num_recorded = num_recorded, num_recorded + len(span)
+        record: dict[str, Any] = {name: record_of(slice(start, num_recorded))}
+        return replace(span, **record)
 
     def annotated(trajectory: Trajectory) -> Trajectory:
-        return replace(trajectory, spans=tuple(map(with_teacher, trajectory.spans)))
+        return replace(trajectory, spans=tuple(map(with_record, trajectory.spans)))
 
     return [replace(g, trajectories=tuple(map(annotated, g))) for g in groups]
 

@@ -1,0 +1,29 @@
+"""Stand-ins for servers in a thread, for runs, which have an event loop of their own."""
+
+import asyncio
+import contextlib
+import threading
+
+from areal_gym.engines.embedded import EmbeddedEngine
+
+
+@contextlib.contextmanager
+def served_in_thread(make_server, policy, **options):
+    """Serve a checkpoint with the embedded engine behind a stand-in; yield the server."""
+    started, found = threading.Event(), {}
+
+    async def serve():
+        engine = EmbeddedEngine.from_checkpoint(policy, max_context=256, num_slots=8)
+        async with make_server(engine, model_path=str(policy), **options) as server:
+            found.update(server=server, loop=asyncio.get_running_loop(), over=asyncio.Event())
+            started.set()
+            await found["over"].wait()
+
+    thread = threading.Thread(target=asyncio.run, args=[serve()])
+    thread.start()
+    try:
+        assert started.wait(30)
+        yield found["server"]
+    finally:
+        found["loop"].call_soon_threadsafe(found["over"].set)
+        thread.join()
