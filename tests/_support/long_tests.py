@@ -13,6 +13,12 @@ def skip_long():
         pytest.skip(f"long, and a shorter sibling runs: {VARIABLE}=1")
 
 
+def short(cases, *long):
+    """Return the cases without those named, which run where long tests are asked for."""
+    assert set(long) <= set(cases)
+    return [each for each in cases if os.environ.get(VARIABLE) or each not in long]
+
+
 def skip_long_if_real(kind):
     """Skip what starts real servers of its own; its sibling is the same test on the fake."""
     if kind == "real":

@@ -6,6 +6,13 @@ from tests.chaos.__main__ import run_script, script_names
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", script_names())
+@pytest.mark.parametrize(
+    "name",
+    # tests/distributed kills workers of Ray, too.
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name == "ray_workers" else [])
+        for name in script_names()
+    ],
+)
 def test_small_chaos_loses_nothing(name, tmp_path):
     assert run_script(name, small=True, directory=tmp_path)["seconds"] > 0

@@ -57,6 +57,7 @@ def test_recipe_carries_its_plan(path):
     assert not serving & {str(rank) for rank in range(config.trainer.num_ranks)}
 
 
+@pytest.mark.long
 def test_a_dry_run_simulates_a_small_recipe(tmp_path, capsys):
     (path,) = (path for path in REAL if path.stem == "gsm8k_0.6b")
     (tmp_path / "config.json").write_text(json.dumps(config_json("0.6B")))

@@ -52,6 +52,7 @@ def nobody_stays():
     assert {pid: args for pid, args in children().items() if pid not in before} == {}
 
 
+@pytest.mark.long
 def test_run_with_remote_rollout_workers(tiny_policy, tmp_path):
     config = config_of(tiny_policy, "cluster.rollout_workers=2", "trainer.runs_in=thread", steps=3)
     train(config, run_dir=tmp_path / "run")

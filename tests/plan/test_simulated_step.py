@@ -14,6 +14,7 @@ from areal_gym.models.tiny.hf_config import config_from_hf
 from areal_gym.plan.operation_costs import Link
 from areal_gym.plan.simulated_step import simulate_step
 from areal_gym.trainer.chunked_logprobs import chunk_tokens
+from tests._support.long_tests import short
 from tests._support.measured_steps import (
     assert_alike,
     peak_of_a_real_step,
@@ -58,12 +59,14 @@ TWO_RANKS = {
     "shared tokens": ("qwen3", ("trainer.parallel.context=2",)),
     "divided matrices": ("qwen3", ("trainer.parallel.tensor=2",)),
 }
+SHORT = short(TWO_RANKS, "with a reference", "tied", "divided experts", "imitation", "pairs")
 
 
 def peaks_of_two_ranks(rank, directory):
     return {
         case: peak_of_a_real_step(rank, directory / name, "trainer.num_ranks=2", *overrides)
         for case, (name, overrides) in TWO_RANKS.items()
+        if case in SHORT
     }
 
 
@@ -96,7 +99,7 @@ def test_every_part_of_a_step_of_the_tiny_decoder_is_simulated(extra, tmp_path):
     assert ours.shape.num_parameters == count
 
 
-@pytest.mark.parametrize("case", TWO_RANKS)
+@pytest.mark.parametrize("case", SHORT)
 def test_every_part_of_a_rank_is_simulated(case, on_two_ranks):
     name, overrides = TWO_RANKS[case]
     step = simulated(name, "trainer.num_ranks=2", *overrides, is_cpu=True)

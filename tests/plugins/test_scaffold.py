@@ -65,6 +65,7 @@ def test_scaffolded_packages_install_and_pass_their_tests(call, packages):
     assert "passed" in told
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_scaffolded_plugins_are_listed_and_keep_the_contract(call):
     for kind, made in KINDS.items():

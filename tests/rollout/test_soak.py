@@ -4,10 +4,13 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 WARM_UP, STEPS = 60, 210
 """Steps until caches, pools and allocators are full, and measured steps after them."""
 
 
+@pytest.mark.long
 def test_long_run_does_not_grow_in_memory(tiny_policy, tmp_path):
     arguments = [str(tiny_policy), str(tmp_path / "run"), str(WARM_UP + STEPS)]
     run = subprocess.run(

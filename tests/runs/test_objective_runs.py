@@ -363,6 +363,7 @@ def test_objective_runs_from_the_command_line(tiny_policy, tmp_path):
     assert "which environment?" in nothing.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_saves_an_objective_run(tiny_policy, tmp_path):
     file = file_of(tmp_path, dialogues())

@@ -52,7 +52,7 @@ def test_asynchronous_preset_run_is_replayed_exactly(name, shaped_env, tiny_poli
         assert ("train/stale_weight" in row) == (row["rollout/staleness_max"] > 0)
 
 
-@pytest.mark.parametrize("name", ["ppo", "reinforce_pp"])
+@pytest.mark.parametrize("name", ["ppo", pytest.param("reinforce_pp", marks=pytest.mark.long)])
 def test_resumed_preset_run_equals_the_uninterrupted_one(name, shaped_env, tiny_policy, tmp_path):
     """Critic and reference policy are those of before."""
 

@@ -121,6 +121,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.long
 def test_driver_killed_while_ranks_write_loses_nothing(tmp_path):
     code = f"""
         import sys

@@ -319,6 +319,7 @@ def test_compile_without_a_compiler_is_refused(monkeypatch):
         learner(compile=True)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of what it does itself
 def test_compiled_layers_train_the_same():
     plain, compiled = learner(lr=1e-2), learner(lr=1e-2, compile=True)

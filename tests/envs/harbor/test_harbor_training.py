@@ -3,6 +3,7 @@
 import functools
 import json
 
+import pytest
 from click.testing import CliRunner
 
 from areal_gym.cli.app import app
@@ -22,6 +23,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.long
 def test_the_small_policy_learns_to_use_the_shell(tmp_path, monkeypatch):
     backend("local")
     monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path / "cache"))
