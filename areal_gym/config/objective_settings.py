@@ -126,12 +126,6 @@ def check_objective(
             )
         if teacher.divergence == "sampled" and teacher.top_k is not None:
             raise ValueError("teacher.top_k is for teacher.divergence=reverse or forward")
-        if teacher.divergence != "sampled" and teacher.is_policy:
-            raise ValueError(
-                f"teacher.divergence = {teacher.divergence!r} needs another teacher than the "
-                "policy itself; use teacher.divergence=sampled, or teacher.model=DIR with the "
-                "policy of the beginning"
-            )
         if teacher.divergence != "sampled" and not teacher.is_in_trainer and teacher.top_k is None:
             raise ValueError(
                 f"teacher.divergence = {teacher.divergence!r} needs the teacher's whole "

@@ -55,25 +55,18 @@ async def open_teacher(
     assert components is not None
     schemas = [tool.schema() for tool in components.make_env().tools]
     prompts = hinted_prompts(config.teacher.hint, renderer, schemas)
+    top_k = _top_k(config, policy)
     async with AsyncExitStack() as stack:
         teachers: list[tuple[Teacher, float, str | None]] = []
         for settings in (config.teacher, *config.teacher.further):
             teacher: Teacher
             if settings is config.teacher and config.teacher.is_policy:
-                if not isinstance(trainer, ReferenceTrainer):
-                    raise ConfigError(
-                        f"teacher.is_policy = true: {type(trainer).__name__} cannot score at "
-                        "temperature 1",
-                        hints=["it needs the method score_at (docs/plugins.md)"],
-                    )
-                teacher = PolicyTeacher(trainer)
+                teacher = PolicyTeacher(_scoring(trainer, top_k))
             else:
                 teacher = await stack.enter_async_context(_open_one(config, settings, policy))
             teachers.append((teacher, settings.weight, settings.env))
         is_alone = len(teachers) == 1 and config.teacher.env is None
         scorer = teachers[0][0] if is_alone else TeacherMixture(teachers)
-
-        top_k = _top_k(config, policy)
 
         async def with_teacher(groups: Sequence[Group]) -> Sequence[Group]:
             return await annotate(groups, scorer, prompts, top_k=top_k)
@@ -120,6 +113,17 @@ def _top_k(config: RunConfig, policy: Path) -> int | None:
     """Return how many of a teacher's likeliest tokens are learned, at most the vocabulary."""
     top_k = config.teacher.top_k
     return top_k and min(top_k, vocab_size_of(policy) or top_k)
+
+
+def _scoring(trainer: GroupTrainer, top_k: int | None) -> ReferenceTrainer:
+    """Return the trainer; raise ConfigError if it cannot score as the teacher must."""
+    method = "score_at" if top_k is None else "score_top"
+    if isinstance(trainer, ReferenceTrainer) and hasattr(trainer, method):
+        return trainer
+    raise ConfigError(
+        f"teacher.is_policy = true: {type(trainer).__name__} cannot score at temperature 1",
+        hints=[f"it needs the method {method} (docs/plugins.md)"],
+    )
 
 
 async def _require_scores(engine: Engine, id: str, top_k: int | None) -> None:

@@ -119,6 +119,17 @@ class ReferenceTrainer(Protocol):
 
 
 @runtime_checkable
+class TopScoringTrainer(Protocol):
+    """A trainer that can list the likeliest tokens: an optional part of the contract.
+
+    It is needed where the policy teaches itself by `teacher.top_k`.
+    """
+
+    def score_top(self, rows: list[TokenSequence], top_k: int) -> list[TopTokens]:
+        """Return the likeliest tokens at each row's trained tokens, at temperature 1."""
+
+
+@runtime_checkable
 class OffloadingTrainer(Protocol):
     """A trainer that can lend its GPUs to servers between steps (`trainer.colocate`)."""
 

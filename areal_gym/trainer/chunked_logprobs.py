@@ -99,3 +99,25 @@ def score_tokens(
         scores = (torch.cat(part) for part in zip(*parts, strict=True))
     logprobs_T, entropy_T, likeliest_T = (context.whole(part, len(targets)) for part in scores)
     return TokenScores(logprobs_T, entropy_T, likeliest_T, hidden_tC)
+
+
+@torch.no_grad()
+def top_tokens(
+    decoder: PolicyModel, batch: PackedBatch, masks: Sequence[Sequence[bool]], top_k: int
+) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens, at temperature 1, in the places that `masks` marks.
+
+    Returns:
+        Their ids and log-probabilities, both [T, K] and likeliest first; K is `top_k`, or the
+        vocabulary's size if that is less.
+    """
+    sources, targets = places_before(batch, masks)
+    device = batch.token_ids_N.device
+    hidden_tC = decoder(batch, torch.tensor(sources, dtype=torch.long, device=device))
+    parts = []
+    for hidden_TC in hidden_tC.split(chunk_tokens(decoder.shape.vocab_size, device)):
+        logprobs_TV = decoder.logits(hidden_TC).float().log_softmax(-1)
+        parts.append(logprobs_TV.topk(min(top_k, logprobs_TV.shape[-1]), dim=-1))
+    logprobs_tK, ids_tK = (torch.cat(part) for part in zip(*parts, strict=True))
+    whole = decoder.context.whole
+    return whole(ids_tK, len(targets)), whole(logprobs_tK, len(targets))

@@ -15,10 +15,11 @@ from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.batch.rank_batches import own_members, split_by_group
 from areal_gym.trainer.batch.recorded_experts import with_recorded_experts
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
-from areal_gym.trainer.chunked_logprobs import TokenScores, score_tokens
+from areal_gym.trainer.chunked_logprobs import TokenScores, score_tokens, top_tokens
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.parallel.fsdp import autocast, drop_gathered
 from areal_gym.trainer.parallel.rank_group import Ranks
+from areal_gym.types import TopTokens
 
 
 def gather_rows(ranks: Ranks, by_row: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -127,6 +128,22 @@ class RowPasses:
             return torch.split(logprobs_T, [row.num_trainable for row in packed])
 
         return self._without_gradient(rows, score_rows, decoder or self._decoder, members=members)
+
+    def top(self, rows: Sequence[TokenSequence], top_k: int) -> list[TopTokens]:
+        """Return the likeliest tokens, at temperature 1, at each row's trained tokens."""
+
+        def list_rows(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
+            with autocast(self._device, self._config):
+                ids_TK, logprobs_TK = top_tokens(
+                    self._decoder, batch, [row.loss_mask for row in packed], top_k
+                )
+            # Rows are gathered as one tensor each: float64 has both kinds of numbers exactly.
+            pairs_T2K = torch.stack((ids_TK.double(), logprobs_TK.double()), dim=1)
+            return torch.split(pairs_T2K, [row.num_trainable for row in packed])
+
+        of_rows = self._without_gradient(rows, list_rows, self._decoder)
+        pairs = (pairs_T2K.cpu().numpy() for pairs_T2K in of_rows)
+        return [TopTokens.from_arrays(pair[:, 0], pair[:, 1]) for pair in pairs]
 
     def values(
         self, rows: Sequence[TokenSequence], critic: Critic, num_trajectories: int

@@ -63,7 +63,7 @@ from areal_gym.trainer.step_advantages import StepAdvantages
 from areal_gym.trainer.step_profiler import profiled
 from areal_gym.trainer.step_stats import Step, StepStats, expert_metrics, router_agreement
 from areal_gym.trainer.teacher_divergence import TeacherDivergence, VocabularyTeacher
-from areal_gym.types import Group
+from areal_gym.types import Group, TopTokens
 from areal_gym.utils.packed_numbers import Floats
 
 
@@ -235,6 +235,10 @@ class Trainer(PolicyTrainer):
     def score_at(self, rows: list[TokenSequence], temperature: float) -> list[Tensor]:
         """Return what `score` does, at this temperature instead of the sampling temperature."""
         return self._passes.logprobs(rows, temperature=temperature)
+
+    def score_top(self, rows: list[TokenSequence], top_k: int) -> list[TopTokens]:
+        """Return the likeliest tokens at each row's trained tokens, at temperature 1."""
+        return self._passes.top(rows, top_k)
 
     def adapter(self) -> dict[str, Tensor]:
         """Return the adapter's tensors by peft's names; copy them before the next step."""

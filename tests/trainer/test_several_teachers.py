@@ -73,6 +73,23 @@ def test_policy_with_a_hint_scores_its_own_tokens_after_the_hinted_prompt():
             teacher.close()
 
 
+def test_policy_and_local_teacher_list_the_same_tokens():
+    groups, local = batch(num_groups=2), LocalTeacher(tiny_decoder(3), tokens_per_microbatch=64)
+    teachers = PolicyTeacher(own_trainer(tiny_decoder(3))), local
+    listed = [asyncio.run(annotate(groups, teacher, top_k=4)) for teacher in teachers]
+    local.close()
+    spans = [[s for g in each for t in g for s in t.spans] for each in listed]
+    for own, other in zip(*spans, strict=True):
+        assert (own.teacher_top is None) == (own.origin != "policy")
+        if own.teacher_top is not None:
+            (ids, logprobs), (other_ids, other_logprobs) = (
+                span.teacher_top.arrays() for span in (own, other)
+            )
+            assert ids.shape == (len(own), 4)
+            assert (ids == other_ids).all()
+            assert logprobs == pytest.approx(other_logprobs, abs=1e-5)
+
+
 def test_hint_that_fits_no_prompt_is_refused():
     teacher = PolicyTeacher(own_trainer(tiny_decoder()))
     with pytest.raises(ConfigError, match="fits no prompt"):
@@ -159,7 +176,7 @@ def test_hint_is_written_at_the_end_of_the_first_user_message():
         (["teacher.url=http://x:1", "teacher.divergence=forward"], "teacher.top_k=64"),
         (
             ["teacher.is_policy=true", "teacher.hint=x", "teacher.divergence=reverse"],
-            "another teacher",
+            "teacher.top_k=64",
         ),
         ([], "needs one teacher"),
     ],

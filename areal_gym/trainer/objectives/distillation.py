@@ -18,17 +18,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from areal_gym.engines.base import ScoringEngine, TopScoringEngine
 from areal_gym.errors import ConfigError, EngineError, TrainError
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
-from areal_gym.trainer.base import ReferenceTrainer, Teacher, TopTeacher
+from areal_gym.trainer.base import ReferenceTrainer, Teacher, TopScoringTrainer, TopTeacher
 from areal_gym.trainer.batch.examples import TokenRow, placed_micro_batches
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.batch.sequences import make_sequences
-from areal_gym.trainer.chunked_logprobs import chunk_tokens, places_before, score_tokens
+from areal_gym.trainer.chunked_logprobs import score_tokens, top_tokens
 from areal_gym.trainer.update import TrainerThread
 from areal_gym.types import Group, TokenSpan, TopTokens, Trajectory
 from areal_gym.utils.packed_numbers import Floats
@@ -64,7 +63,8 @@ class LocalTeacher:
 
         def score_batch(batch: PackedBatch, masks: list[Sequence[bool]]) -> list[TopTokens]:
             lengths = list(map(sum, masks))
-            ids, logprobs = (part.split(lengths) for part in self._top(batch, masks, top_k))
+            columns = top_tokens(self._model, batch, masks, top_k)
+            ids, logprobs = (column.cpu().split(lengths) for column in columns)
             pairs = zip(ids, logprobs, strict=True)
             return [TopTokens.from_arrays(i.numpy(), p.numpy()) for i, p in pairs]
 
@@ -88,20 +88,6 @@ class LocalTeacher:
             scores = score_batch(batch, [rows[i].mask for i in indexes])
             by_index.update(zip(indexes, scores, strict=True))
         return [by_index[i] for i in range(len(rows))]
-
-    def _top(
-        self, batch: PackedBatch, masks: list[Sequence[bool]], top_k: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the ids and log-probabilities of the likeliest tokens on the CPU, [T, K]."""
-        device = batch.token_ids_N.device
-        sources, _ = places_before(batch, masks)
-        hidden_TC = self._model(batch, torch.tensor(sources, dtype=torch.long, device=device))
-        parts = []
-        for part_TC in hidden_TC.split(chunk_tokens(self._model.shape.vocab_size, device)):
-            logprobs_TV = self._model.logits(part_TC).float().log_softmax(-1)
-            parts.append(logprobs_TV.topk(min(top_k, logprobs_TV.shape[-1]), dim=-1))
-        logprobs_TK, ids_TK = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-        return ids_TK, logprobs_TK
 
 
 class RemoteTeacher:
@@ -171,18 +157,25 @@ class PolicyTeacher:
 
     async def score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
         """Return the log-probabilities, at temperature 1, of the marked tokens of each row."""
-        sequences = [
-            TokenSequence(
-                token_ids=row.token_ids,
-                loss_mask=row.mask,
-                old_logprobs=[0.0] * len(row.token_ids),
-                versions=[0] * len(row.token_ids),
-                num_prompt_tokens=row.num_shared,
-            )
-            for row in rows
-        ]
+        sequences = list(map(_sequence_of, rows))
         scores = await asyncio.to_thread(self._trainer.score_at, sequences, 1.0)
         return [score.tolist() for score in scores]
+
+    async def score_top(self, rows: Sequence[TokenRow], top_k: int) -> list[TopTokens]:
+        """Return the `top_k` likeliest tokens at each row's marked tokens; see `TopTeacher`."""
+        trainer = self._trainer
+        assert isinstance(trainer, TopScoringTrainer)  # `open_teacher` checks it
+        return await asyncio.to_thread(trainer.score_top, list(map(_sequence_of, rows)), top_k)
+
+
+def _sequence_of(row: TokenRow) -> TokenSequence:
+    return TokenSequence(
+        token_ids=row.token_ids,
+        loss_mask=row.mask,
+        old_logprobs=[0.0] * len(row.token_ids),
+        versions=[0] * len(row.token_ids),
+        num_prompt_tokens=row.num_shared,
+    )
 
 
 class TeacherMixture:

@@ -38,7 +38,7 @@ from areal_gym.trainer.parallel.process_group import Meeting
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.trainer.weight_sync.rank_tasks import RankTask
-from areal_gym.types import Group, Task
+from areal_gym.types import Group, Task, TopTokens
 
 _T = TypeVar("_T")
 _PART_BYTES = 16_000_000
@@ -96,6 +96,11 @@ class RemoteTrainer(ABC):
     def score_at(self, rows: list[TokenSequence], temperature: float) -> list[Tensor]:
         """Return what `score` does, at this temperature instead of the sampling temperature."""
         return [torch.tensor(score) for score in self._ask("score_at", rows, temperature)]
+
+    def score_top(self, rows: list[TokenSequence], top_k: int) -> list[TopTokens]:
+        """Return the likeliest tokens at each row's trained tokens, at temperature 1."""
+        tops: list[TopTokens] = self._ask("score_top", rows, top_k)
+        return tops
 
     def recompute_proximal(self) -> None:
         """Take ratios against the trainer's own log-probabilities from now on."""
@@ -264,7 +269,8 @@ class Serving:
             if method == "save_checkpoint"
             else getattr(trainer, method)(*arguments)
         )
-        if method in ("score", "score_at", "trained_tokens") and not self._is_writer:
+        scores = ("score", "score_at", "score_top", "trained_tokens")
+        if method in scores and not self._is_writer:
             return None  # only the first rank's answer is read
         if method in ("score", "score_at"):
             return [logprobs_T.cpu().numpy().copy() for logprobs_T in answer]
