@@ -245,11 +245,11 @@ def _discounted_sums(values_K: Tensor, counts: Tensor, discount: float) -> Tenso
 
 def turns_of(trajectory_ids_T: Tensor, turn_ids_T: Tensor) -> tuple[Tensor, Tensor]:
     """Return each token's turn in the batch [T], and the first token of each turn [K]."""
-    pairs = torch.stack([trajectory_ids_T, turn_ids_T])
-    _, turn_of_T, counts = torch.unique_consecutive(
-        pairs, dim=1, return_inverse=True, return_counts=True
+    is_first_T = torch.ones_like(trajectory_ids_T, dtype=torch.bool)
+    is_first_T[1:] = (trajectory_ids_T[1:] != trajectory_ids_T[:-1]) | (
+        turn_ids_T[1:] != turn_ids_T[:-1]
     )
-    return turn_of_T, counts.cumsum(0) - counts
+    return is_first_T.cumsum(0) - 1, is_first_T.nonzero()[:, 0]
 
 
 def _sum_by(values_T: Tensor, ids_T: Tensor, count: int) -> Tensor:
