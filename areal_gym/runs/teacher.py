@@ -84,11 +84,21 @@ async def _open_one(
 
     if settings.model is None:
         url, max_context = settings.url, config.engine.max_context
-        served = EngineConfig(id=settings.engine, url=url, max_context=max_context)
+        # Servers that score a sequence need room for one token more.
+        served = EngineConfig(id=settings.engine, url=url, max_context=max_context + 1)
         engine = registry().load("engines", settings.engine).from_settings(policy, served)
         top_k = _top_k(config, policy)
         try:
             await engine.start()
+            if engine.max_context <= max_context:
+                raise ConfigError(
+                    f"the teacher at {', '.join(url)} takes at most {engine.max_context - 1} "
+                    f"tokens, and episodes have up to engine.max_context = {max_context}",
+                    hints=[
+                        f"start it with a context of at least {max_context + 8} tokens",
+                        f"or engine.max_context={engine.max_context - 1}",
+                    ],
+                )
             await _require_scores(engine, settings.engine, top_k)
             yield RemoteTeacher(engine)
         finally:

@@ -8,12 +8,12 @@ from areal_gym.engines.embedded import EmbeddedEngine
 
 
 @contextlib.contextmanager
-def served_in_thread(make_server, policy, **options):
+def served_in_thread(make_server, policy, *, max_context=256, **options):
     """Serve a checkpoint with the embedded engine behind a stand-in; yield the server."""
     started, found = threading.Event(), {}
 
     async def serve():
-        engine = EmbeddedEngine.from_checkpoint(policy, max_context=256, num_slots=8)
+        engine = EmbeddedEngine.from_checkpoint(policy, max_context=max_context, num_slots=8)
         async with make_server(engine, model_path=str(policy), **options) as server:
             found.update(server=server, loop=asyncio.get_running_loop(), over=asyncio.Event())
             started.set()

@@ -20,7 +20,7 @@ def config_of(policy, *overrides: str, steps: int = 6) -> RunConfig:
     return load_config(
         overrides=[
             *("objective=distill", f"engine.model={policy}", f"steps={steps}", "env.id=math"),
-            *("engine.max_context=256", "rollout.max_new_tokens=8", "rollout.batch_groups=4"),
+            *("engine.max_context=240", "rollout.max_new_tokens=8", "rollout.batch_groups=4"),
             *("rollout.group_size=2", "eval.num_tasks=4", "trainer.lr=3e-3", *overrides),
         ]
     )
@@ -136,3 +136,9 @@ def test_lost_teacher_ends_the_run_and_is_no_reward(tiny_policy, teacher, tmp_pa
     rows = RunDir(tmp_path / "run").read_metrics()
     assert all(row["train/kl_teacher"] > 0 for row in rows)
     assert len(rows) < 20
+
+
+def test_teacher_with_a_shorter_context_is_refused(tiny_policy, teacher, tmp_path):
+    refused = pytest.raises(ConfigError, match="takes at most 121 tokens, and episodes")
+    with served_in_thread(FakeSGLangServer, teacher, max_context=128) as server, refused:
+        kl_of(config_of(tiny_policy, f"teacher.url={server.url}"), tmp_path / "run")
