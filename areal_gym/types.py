@@ -157,8 +157,8 @@ class TokenSpan:
             raise ValueError("a policy span needs logprobs and policy_version")
         elif len(logprobs) != num_ids:
             raise ValueError(f"{num_ids} token ids but {len(logprobs)} log-probabilities")
-        for name in ("routed_experts", "teacher_top"):
-            if (record := getattr(self, name)) is not None and len(record) != num_ids:
+        for name, record in (("experts", self.routed_experts), ("top tokens", self.teacher_top)):
+            if record is not None and len(record) != num_ids:
                 raise ValueError(f"{num_ids} token ids but {name} of {len(record)}")
         if self.images:
             if self.origin == "policy":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import torch
 from areal_gym.config import TrainerConfig, load_config
 from areal_gym.errors import ConfigError
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
+from areal_gym.rollout.group_json import dump_row, pack_group, unpack_group
 from areal_gym.runs.teacher import hinted_prompts
 from areal_gym.trainer.algorithms.advantages import reinforce
 from areal_gym.trainer.algorithms.losses import ppo_clip
@@ -26,7 +28,7 @@ from areal_gym.trainer.objectives.distillation import (
 )
 from areal_gym.trainer.teacher_divergence import VocabularyTeacher, vocabulary_kl
 from areal_gym.trainer.trainer import Trainer
-from areal_gym.types import Task, TopTokens
+from areal_gym.types import Task, TopTokens, Trajectory
 from tests._support.plain_attention import causal_attend
 from tests._support.tiny_training import batch, tiny_decoder
 
@@ -78,6 +80,10 @@ def test_policy_and_local_teacher_list_the_same_tokens():
     teachers = PolicyTeacher(own_trainer(tiny_decoder(3))), local
     listed = [asyncio.run(annotate(groups, teacher, top_k=4)) for teacher in teachers]
     local.close()
+    (group, *_) = listed[0]
+    assert unpack_group(json.loads(dump_row(pack_group(group)))) == group
+    (first, *_) = group
+    assert Trajectory.from_dict(json.loads(json.dumps(first.to_dict()))).spans == first.spans
     spans = [[s for g in each for t in g for s in t.spans] for each in listed]
     for own, other in zip(*spans, strict=True):
         assert (own.teacher_top is None) == (own.origin != "policy")
