@@ -30,7 +30,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         "staleness",
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("router_noise", "distillation", "dead_ends", "self_distillation")
+            for name in (
+                *("router_noise", "distillation", "dead_ends", "self_distillation"),
+                "dapo_ladder",
+            )
         ),
     ],
 )
