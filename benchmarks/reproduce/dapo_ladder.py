@@ -16,11 +16,15 @@ soft_punishment   `trainer.reward.overlong_tail=0.2`, in the filter's place as i
 token_loss        `trainer.aggregation=token_mean`
 dynamic_sampling  `rollout.filters=[success-rate]`; this rung is `trainer.algorithm=dapo`
 
-held-out  sampled accuracy over 512 tasks after the steps: mean over the seeds
-against   the difference from the rung before, seed by seed: mean, 95% interval
+The last rung takes 24 steps of 40: after some 30 no group is left that teaches something, and the
+run ends with an error that says so.
+
+held-out  sampled accuracy over 512 tasks at the end: mean over the seeds, and the lowest
 played    episodes, those of rejected groups among them
-reward    mean of what was played last before as many episodes as `naive` plays in all: where
-          groups are rejected, that is after fewer steps
+steps     reward of what is played in the steps 20 to 24: all rungs after as many steps
+episodes  the same for the last fifth of the first 2,560 episodes, which the other rungs play in 40
+          steps and the last one in fewer
+against   the difference from the rung before, seed by seed: mean, 95% interval
 wasted    share of groups that all siblings or none solved, among those trained on
 """
 
@@ -83,6 +87,9 @@ RUNGS = {
     "token_loss": [_HIGHER, _SOFT],
     "dynamic_sampling": ["trainer.algorithm=dapo"],
 }
+
+Case = tuple[str, int, int]
+"""Rung, seed, steps."""
 PAPER = dict(zip(RUNGS, (30, 36, 38, 41, 42, 50), strict=True))
 
 
@@ -150,24 +157,35 @@ def settings(*overrides: str) -> RunConfig:
     )
 
 
-def run(rung: str, seed: int, *, steps: int, num_tasks: int, policy: Path) -> Row:
+def steps_of(rung: str, steps: int) -> int:
+    return round(0.6 * steps) if rung == "dynamic_sampling" else steps
+
+
+def run(case: Case, *, num_tasks: int, policy: Path) -> Row:
     """Train once."""
+    rung, seed, steps = case
     size = [f"seed={seed}", f"steps={steps}", f"eval.num_tasks={num_tasks}"]
     outcome, rows = play(settings(f"engine.model={policy}", *size, *RUNGS[rung]))
     played = list(itertools.accumulate(row["reward/newest_episodes"] for row in rows))
-    rewards = [row["reward/newest"] for row in rows]
-    # All runs are compared after as many episodes as 64 a step make.
-    within = [r for r, n in zip(rewards, played, strict=True) if n <= 64 * steps] or rewards[:1]
     wasted = [row["reward/solve_all"] + row["reward/solve_none"] for row in rows]
     return {
         **outcome,
-        **{"curve": [played, rewards], "played": played[-1]},
-        "reward": statistics.fmean(within[-max(1, len(within) // 5) :]),
+        **{"curve": [played, [row["reward/newest"] for row in rows]], "played": played[-1]},
         **{"wasted": statistics.fmean(wasted), "first_wasted": statistics.fmean(wasted[:5])},
         "truncated": statistics.fmean(row["rollout/truncated"] for row in rows),
         "entropy": statistics.fmean(row["train/entropy"] for row in rows[-5:]),
         "tokens": statistics.fmean(row["rollout/policy_tokens_mean"] for row in rows[-5:]),
     }
+
+
+def rewards_at(row: Row, steps: int) -> Row:
+    """Return the row with its rewards after as many steps, and after as many episodes."""
+    played, rewards = row["curve"]
+    end, num_episodes = round(0.6 * steps), 64 * steps
+    late = [i for i, n in enumerate(played) if 0.8 * num_episodes < n <= num_episodes]
+    by_steps = statistics.fmean(rewards[max(0, end - 5) : end])
+    by_episodes = statistics.fmean([rewards[i] for i in late] or rewards[-1:])
+    return {**row, "steps": by_steps, "episodes": by_episodes}
 
 
 def draw(cells: dict[str, list[Row]], file: Path) -> None:
@@ -197,10 +215,9 @@ def main() -> None:
     made.add_argument("--rungs", default=",".join(RUNGS))
     made.add_argument("--steps", type=int, default=40)
     options = made.parse_args()
-    rungs, seeds, size = options.rungs.split(","), options.seeds, {"num_tasks": 512}
+    rungs, seeds, steps, num_tasks = options.rungs.split(","), options.seeds, options.steps, 512
     if options.quick:
-        rungs, seeds, size = ["naive", "overlong_filter", "dynamic_sampling"], 1, {"num_tasks": 16}
-    size["steps"] = 2 if options.quick else options.steps
+        rungs, seeds, steps, num_tasks = ["naive", "overlong_filter", "dynamic_sampling"], 1, 3, 16
     set_registry(Registry(PluginManager.installed(modules=[__name__])))
     # The policy of --quick has imitated for a moment only.
     recipe = Recipe(min_hold_steps=25, max_hold_steps=50, decay_steps=25, num_probes=8)
@@ -209,8 +226,9 @@ def main() -> None:
     )
     kept, cells = KeptRuns(options.runs), dict[str, list[Row]]()
     for seed, rung in itertools.product(range(seeds), rungs):
-        play_one = partial(run, rung, seed, policy=start.directory, **size)
-        cells.setdefault(rung, []).append(kept.get((rung, seed, size["steps"]), play_one))
+        case = (rung, seed, steps_of(rung, steps))
+        row = kept.get(case, partial(run, case, num_tasks=num_tasks, policy=start.directory))
+        cells.setdefault(rung, []).append(rewards_at(row, steps))
     if options.picture:
         draw(cells, options.picture)
     if options.json:
@@ -221,20 +239,21 @@ def main() -> None:
 
 def table(cells: dict[str, list[Row]]) -> str:
     """One row per rung, as Markdown."""
-    names = ["paper", "held-out", "against", "lowest", "played", "reward", "against"]
-    names += ["wasted", "cut off", "tokens", "entropy"]
+    names = ["paper", "held-out", "lowest", "against", "played", "steps", "against"]
+    names += ["episodes", "against", "wasted", "cut off", "tokens", "entropy"]
     lines = [f"| rung | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     before: list[Row] | None = None
     for rung, rows in cells.items():
-        against = [
-            difference([r[k] for r in rows], [r[k] for r in before]) if before else ""
-            for k in ("heldout", "reward")
-        ]
-        shown = [rung, PAPER[rung], f"{mean(rows, 'heldout'):.3f}", against[0]]
-        shown += [f"{min(row['heldout'] for row in rows):.3f}", f"{mean(rows, 'played'):.0f}"]
-        shown += [f"{mean(rows, 'reward'):.3f}", against[1], f"{mean(rows, 'wasted'):.2f}"]
-        shown += [f"{mean(rows, 'truncated'):.2f}", f"{mean(rows, 'tokens'):.0f}"]
-        lines.append(f"| {' | '.join(map(str, shown))} | {mean(rows, 'entropy'):.3f} |")
+        shown = [rung, PAPER[rung]]
+        for name in ("heldout", "steps", "episodes"):
+            values = [row[name] for row in rows]
+            shown.append(f"{statistics.fmean(values):.3f}")
+            shown += [f"{min(values):.3f}"] if name == "heldout" else []
+            shown.append(difference(values, [row[name] for row in before]) if before else "")
+            shown += [f"{mean(rows, 'played'):.0f}"] if name == "heldout" else []
+        shown += [f"{mean(rows, 'wasted'):.2f}", f"{mean(rows, 'truncated'):.3f}"]
+        shown += [f"{mean(rows, 'tokens'):.0f}", f"{mean(rows, 'entropy'):.3f}"]
+        lines.append(f"| {' | '.join(map(str, shown))} |")
         before = rows
     rows = next(iter(cells.values()))
     start = f"Before: {mean(rows, 'before'):.3f}; the first five steps' groups that teach nothing: "
