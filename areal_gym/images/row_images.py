@@ -25,7 +25,9 @@ MARK = "<image>"
 """Stands in a prompt for the next picture of the row."""
 _READ = (".png", ".jpg", ".jpeg", ".webp")
 _ENDINGS = (*_READ, ".gif", ".bmp", ".tif", ".tiff", ".heic", ".avif", ".svg")
-"""Endings by which a text is the path of a picture; most other formats than those that are read."""
+"""Endings by which a text names a picture; most other formats than those that are read."""
+_FILE_SCHEME = "file://"
+_ADDRESS = re.compile(rf"(?!{_FILE_SCHEME})\w+://")
 _BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|UklGR)[A-Za-z0-9+/]{40}")
 """The beginning of a PNG, JPEG or WebP file in base64."""
 _LARGEST_FILE = 64 * 2**20
@@ -120,13 +122,12 @@ def _with_portable_parts(value: Any, folder: Path) -> Any:
 
 def _portable(value: Any, folder: Path) -> Any:
     if _is_pillow(value):
-        value = encode_png(value, ImageLimits(max_source_pixels=_LARGEST_FILE))
+        # The run that reads the row refuses or scales it by its own limits.
+        value = encode_png(value, ImageLimits(max_source_pixels=value.width * value.height))
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode("ascii")
-    if isinstance(value, Path) or (
-        isinstance(value, str) and value.lower().endswith(_ENDINGS) and ":" not in value
-    ):
-        return str((folder / value).absolute())
+    if isinstance(value, Path) or (isinstance(value, str) and _names_picture(value)):
+        return str(value) if _ADDRESS.match(str(value)) else str(_path(value, folder).absolute())
     if isinstance(value, Mapping):
         return {key: _portable(each, folder) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -191,9 +192,15 @@ def _is_picture(value: Any) -> bool:
     if isinstance(value, Mapping):
         return "sha256" in value or _held(value) is not None
     if isinstance(value, str):  # other texts are columns of texts that are called so
-        is_named = value.lower().endswith(_ENDINGS) and "\n" not in value
-        return is_named or value.startswith("data:image/") or _BASE64.match(value) is not None
+        is_inside = value.startswith("data:image/") or _BASE64.match(value) is not None
+        return is_inside or _names_picture(value)
     return isinstance(value, bytes | bytearray | Path) or _is_pillow(value)
+
+
+def _names_picture(text: str) -> bool:
+    """Return whether a text is the path or the address of a picture: one line with its ending."""
+    is_line = "\n" not in text and not text.startswith("data:")
+    return is_line and text.lower().endswith(_ENDINGS)
 
 
 def _is_pillow(value: Any) -> bool:
@@ -230,9 +237,9 @@ def _read(picture: Any, folder: Path, which: str) -> ImagePart:
 
 
 def _file(path: str | Path, folder: Path) -> bytes:
-    if re.match(r"(?!file:)\w+://", str(path)):
+    if _ADDRESS.match(str(path)):
         raise ValueError(f"{str(path)[:80]} is not fetched; download it, and give its path")
-    file = folder / str(path).removeprefix("file://")
+    file = _path(path, folder)
     if not file.is_file():
         kind = "is not a file" if file.exists() else "does not exist"
         raise ValueError(f"{file} {kind}; paths begin at {folder.absolute()}")
@@ -242,6 +249,10 @@ def _file(path: str | Path, folder: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _path(path: str | Path, folder: Path) -> Path:
+    return folder / str(path).removeprefix(_FILE_SCHEME)
 
 
 def _parts(content: Content) -> list[TextPart | ImagePart]:

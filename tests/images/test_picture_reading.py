@@ -6,7 +6,7 @@ import random
 import zlib
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 
 from areal_gym.errors import UsageError
 from areal_gym.images import ImageLimits, data_url, encode_png, read_data_url, read_image
@@ -48,6 +48,23 @@ def test_metadata_is_left_out_and_orientation_is_applied():
     assert (width, height) == decoded(png).size == (64, 96)
     assert b"secret" not in png
     assert not decoded(png).getexif()
+
+
+def test_a_jpeg_that_is_scaled_down_looks_as_if_it_was_decoded_whole():
+    image = picture(5, 512, 384)
+    limits = ImageLimits(max_pixels=64 * 48)
+    png, width, height = read_image(encoded(image, "JPEG", quality=95), limits)
+    assert (width, height) == (64, 48)
+    whole = decoded(encode_png(image, limits))
+    assert ImageStat.Stat(ImageChops.difference(decoded(png), whole)).mean < [8, 8, 8]
+
+
+def test_a_picture_of_the_caller_is_not_changed():
+    image = Image.frombytes("RGB", (1300, 1100), random.Random(0).randbytes(3 * 1300 * 1100))
+    image.info["icc_profile"] = b"profile"
+    png = encode_png(image)
+    assert image.info == {"icc_profile": b"profile"}
+    assert "icc_profile" not in decoded(png).info
 
 
 def test_transparent_pixels_become_white():

@@ -2,12 +2,14 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
 from areal_gym.envs.prompts import PromptsEnv
 from areal_gym.errors import DataError
 from areal_gym.images import image_store, use_image_store
+from areal_gym.images.row_images import portable_row
 from areal_gym.types import images_of, readable
 from tests._support.tiny_vision import picture
 
@@ -95,3 +97,11 @@ def test_texts_in_a_column_of_that_name_stay_texts():
 def test_broken_pictures_name_the_row(row, reason):
     with pytest.raises(DataError, match=rf"row 1: .*{reason}"):
         opened(row)
+
+
+def test_portable_rows_have_absolute_paths_and_leave_addresses():
+    folder = Path("/data")
+    texts = ["a.png", "16:9.png", "file://b.jpg", "/c.webp", "https://example.org/d.png", "a word"]
+    row = portable_row({"images": texts, "title": "a.png"}, folder)
+    paths = ["/data/a.png", "/data/16:9.png", "/data/b.jpg", "/c.webp"]
+    assert row == {"images": [*paths, *texts[4:]], "title": "a.png"}

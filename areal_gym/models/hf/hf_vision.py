@@ -311,7 +311,7 @@ class HFVision:
             self._pixels.move_to_end(sha256)
             return self._pixels[sha256]
         with pillow().open(io.BytesIO(image_store().read(sha256))) as picture:
-            made = self.processor(images=[picture.convert("RGB")], return_tensors="pt")
+            made = self.processor(images=[picture], return_tensors="pt")
         grid = made.get("image_grid_thw")
         pixels = self._pixels[sha256] = Pixels(made["pixel_values"], grid)
         self._num_bytes += pixels.values.nbytes
