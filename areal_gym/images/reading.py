@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from areal_gym.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from PIL import Image
 
 MEDIA_TYPE = "image/png"
@@ -153,6 +153,7 @@ def encode_png(picture: Image.Image, limits: ImageLimits | None = None) -> bytes
     Raises:
         UsageError: it has no pixels, or too many.
     """
+    import numpy as np
     from PIL import ExifTags, Image, ImageOps
 
     limits = limits or image_limits()
@@ -184,11 +185,13 @@ def encode_png(picture: Image.Image, limits: ImageLimits | None = None) -> bytes
     return out.getvalue()
 
 
-def _unfiltered_png(pixels_HWC: np.ndarray, level: int) -> bytes:
+def _unfiltered_png(pixels_HWC: NDArray[np.uint8], level: int) -> bytes:
     """Return RGB pixels as a PNG without filters, which Pillow cannot write; level 0 only packs.
 
     Source: PNG, third edition (W3C), sections 5 and 11.2.
     """
+    import numpy as np
+
     height, width, _ = pixels_HWC.shape
     # Each line begins with the number of its filter: 0 is none.
     lines = np.zeros((height, 1 + 3 * width), np.uint8)
