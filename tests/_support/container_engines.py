@@ -70,6 +70,12 @@ class OwnEngine:
 
     def kill(self) -> None:
         """Kill the engine, its containerd and everything that it started, as a crash would."""
+        pids = self._pids()
+        # All at once: who is killed later would report the death of who was killed before.
+        for sent in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, sent)
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
