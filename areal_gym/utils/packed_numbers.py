@@ -195,7 +195,7 @@ class Floats(PackedNumbers[float]):
         numbers = np.asarray(self)
         with np.errstate(over="ignore"):
             short = numbers.astype("float32")
-        if not np.array_equal(short, numbers, equal_nan=True):
+        if short.astype("float64").tobytes() != self.raw:  # to the bit, also of a nan
             return super().to_packed()
         return {"float32": b64encode(short.tobytes()).decode("ascii")}
 
