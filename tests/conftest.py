@@ -28,7 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every machine: what a search finds by chance must not fail somebody's
 # change. To search: pytest --hypothesis-profile=search
-settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=50)
+settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=2000, deadline=None)
 settings.load_profile("fixed")
 
