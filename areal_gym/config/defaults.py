@@ -1,6 +1,7 @@
 """Defaults that depend on other settings: on the objective, the algorithm and the policy.
 
-    field defaults < STARTER_DEFAULTS < objective, algorithm < file < flags, key=value
+    field defaults < STARTER_DEFAULTS, STARTER_DEFAULTS_OF < objective, algorithm < file < flags,
+    key=value
 
 `fill_in` applies them to a tree of plain values, before validation.
 """
@@ -28,6 +29,15 @@ STARTER_DEFAULTS: Mapping[str, Any] = {
 }
 """Defaults for the small policy that `engine.model=starter` builds; `load_config` applies them."""
 
+STARTER_DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
+    "shapes": {
+        "rollout": {"group_size": 16, "batch_groups": 24, "max_in_flight": 384},
+        "trainer": {"lr": 6e-4, "muon_lr": 6e-3, "lr_schedule": {"id": "linear"}},
+    },
+}
+"""Further ones by environment. An answer in `shapes` is one token, of which a batch needs many; a
+rate that falls to zero averages over their noise at the end."""
+
 _STARTER_LORA = {"optimizer": "adamw", "lr": 3e-3}
 """The trainer's defaults if the starter policy has an adapter, for which Muon is not suitable."""
 
@@ -41,10 +51,12 @@ _PARTS = ("aggregation", "correction", "kl", "reward", *sum(_BELONG_TO.values(),
 
 def on_starter_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's settings merged into the defaults for the starter policy."""
-    trainer = tree.get("trainer")
+    trainer, env = tree.get("trainer"), tree.get("env")
     has_adapter = isinstance(trainer, Mapping) and trainer.get("lora") is not None
-    defaults = merged(STARTER_DEFAULTS, {"trainer": _STARTER_LORA} if has_adapter else {})
-    return merged(defaults, tree)
+    env_id = env.get("id") if isinstance(env, Mapping) else None
+    own_defaults = STARTER_DEFAULTS_OF.get(str(env_id), {})
+    adapter_defaults = {"trainer": _STARTER_LORA} if has_adapter else {}
+    return merged(STARTER_DEFAULTS, own_defaults, adapter_defaults, tree)
 
 
 def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:

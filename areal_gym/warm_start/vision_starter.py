@@ -1,9 +1,9 @@
 """The starter policy of environments with pictures: a small Qwen3-VL, warm-started.
 
-It imitates the gold policy until it sees what is asked for, and is far from sure: reinforcement
-learning does the rest. Two measures on unseen tasks end imitation: the share of likeliest answers
-that are right, and the expected reward of sampled ones, the mean of p(gold answers | pictures,
-texts), on its way from blind guesses to certainty.
+It imitates the gold policy until its likeliest answers to unseen tasks are right (an answer that it
+never samples is never reinforced), or sampled ones earn half of what is above guessing: their
+expected reward is the mean of p(gold answers | pictures, texts). Reinforcement learning does the
+rest.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class VisionRecipe:
     lr: float = 2e-3
     warmup_steps: int = 20
     min_steps: int = 10
-    max_steps: int = 600
-    greedy_gate: float = 0.9
+    max_steps: int = 300
+    skill_gate: float = 0.95
     """The share of right likeliest answers at which imitation ends."""
-    sampled_gate: float = 0.3
+    sure_gate: float = 0.5
     """The place of the expected reward between blind guesses (0) and certainty (1), likewise."""
     num_probes: int = 128
     probe_every: int = 5
@@ -116,9 +116,9 @@ def imitate_gold(
     probe_rng, rng = random.Random(f"probes/{seed}"), random.Random(seed)
     probes = [encode(perfect_demonstration(env, probe_rng)) for _ in range(recipe.num_probes)]
     blind = env.blind_reward or 0.0
-    sampled_gate = blind + recipe.sampled_gate * (1 - blind)
+    sure_gate = blind + recipe.sure_gate * (1 - blind)
     step, sampled, greedy = 0, 0.0, 0.0
-    while step < recipe.max_steps and greedy < recipe.greedy_gate and sampled < sampled_gate:
+    while step < recipe.max_steps and greedy < recipe.skill_gate and sampled < sure_gate:
         shown = [perfect_demonstration(env, rng) for _ in range(recipe.batch_size)]
         loss = trainer.step([encode(each) for each in shown])["train/loss"]
         step += 1

@@ -21,3 +21,4 @@ class SmallVisionRecipe(VisionRecipe):
     batch_size: int = 16
     lr: float = 3e-3
     num_probes: int = 64
+    skill_gate: float = 0.6

@@ -28,6 +28,21 @@ def test_defaults_need_nothing_and_depend_on_the_policy():
     assert load_config(overrides=["trainer.optimizer=adamw"]).trainer.optimizer == "adamw"
 
 
+def test_shapes_trains_the_starter_on_more_episodes_at_a_falling_rate():
+    def chosen(*settings):
+        config = load_config(overrides=settings)
+        trainer, rollout = config.trainer, config.rollout
+        sizes = (rollout.batch_groups, rollout.group_size, rollout.max_in_flight, config.steps)
+        return (*sizes, trainer.lr, trainer.muon_lr, trainer.lr_schedule.id)
+
+    assert chosen("env.id=shapes") == (24, 16, 384, 60, 6e-4, 6e-3, "linear")
+    own = ("env.id=shapes", "steps=7", "trainer.lr_schedule=constant", "rollout.group_size=4")
+    assert chosen(*own) == (24, 4, 384, 7, 6e-4, 6e-3, "constant")
+    # The defaults of other environments, and of policies that exist already, are unchanged.
+    assert chosen("env.id=tir") == chosen() == (16, 8, 128, 60, 3e-4, 3e-3, "constant")
+    assert chosen("env.id=shapes", "engine.model=some/dir") == chosen("engine.model=some/dir")
+
+
 def test_precedence_is_base_file_overrides(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("steps: 7\ntrainer:\n  lr: 0.5\n")
