@@ -195,7 +195,8 @@ class Floats(PackedNumbers[float]):
         numbers = np.asarray(self)
         with np.errstate(over="ignore"):
             short = numbers.astype("float32")
-        if short.astype("float64").tobytes() != self.raw:  # to the bit, also of a nan
+        # To the bit, also of a nan.
+        if not np.array_equal(short.astype("float64").view("int64"), numbers.view("int64")):
             return super().to_packed()
         return {"float32": b64encode(short.tobytes()).decode("ascii")}
 
