@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -143,7 +143,7 @@ class TrajectoryFile:
         with open_data(self.path) as stream:
             for place, line in enumerate(stream):
                 if line.endswith(b"\n"):
-                    num_head_bytes = max(line.rfind(key) for key in _SPANS)
+                    num_head_bytes = _place_of(_SPANS, line.rfind)
                     if num_head_bytes < 0:
                         message = f"{self.path}, line {place + 1} is not a trajectory: no spans"
                         raise DataError(message)
@@ -205,7 +205,7 @@ class TrainedFile:
         offset = 0
         with open_data(self.path) as stream:
             for number, line in enumerate(stream):
-                num_head_bytes = max(line.find(key) for key in _ADVANTAGES)
+                num_head_bytes = _place_of(_ADVANTAGES, line.find)
                 head = _parsed(line[:num_head_bytes] + b"}", self.path, number)
                 place: int = head["trajectory"]
                 self._lines.setdefault(place, []).append((offset, len(line)))
@@ -218,6 +218,11 @@ def step_of(path: Path) -> int | None:
     """Return the training step of a file of trajectories; None for an evaluation's file."""
     number = path.stem.removeprefix("step-")
     return int(number) if number.isdigit() else None
+
+
+def _place_of(keys: Sequence[bytes], find: Callable[[bytes], int]) -> int:
+    """Return where the first of the keys that a line has begins; -1 if it has none."""
+    return next((place for key in keys if (place := find(key)) >= 0), -1)
 
 
 def _parsed(raw: bytes, path: Path, place: int) -> dict[str, Any]:

@@ -63,7 +63,9 @@ async def open_teacher(
             if settings is config.teacher and config.teacher.is_policy:
                 teacher = PolicyTeacher(_scoring(trainer, top_k))
             else:
-                teacher = await stack.enter_async_context(_open_one(config, settings, policy))
+                teacher = await stack.enter_async_context(
+                    _open_one(config, settings, policy, top_k)
+                )
             teachers.append((teacher, settings.weight, settings.env))
         is_alone = len(teachers) == 1 and config.teacher.env is None
         scorer = teachers[0][0] if is_alone else TeacherMixture(teachers)
@@ -76,7 +78,7 @@ async def open_teacher(
 
 @asynccontextmanager
 async def _open_one(
-    config: RunConfig, settings: FurtherTeacherConfig, policy: Path
+    config: RunConfig, settings: FurtherTeacherConfig, policy: Path, top_k: int | None
 ) -> AsyncIterator[Teacher]:
     from areal_gym.models.backend import ModelLoader
     from areal_gym.models.device import pick_device
@@ -87,7 +89,6 @@ async def _open_one(
         # Servers that score a sequence need room for one token more.
         served = EngineConfig(id=settings.engine, url=url, max_context=max_context + 1)
         engine = registry().load("engines", settings.engine).from_settings(policy, served)
-        top_k = _top_k(config, policy)
         try:
             await engine.start()
             if engine.max_context <= max_context:

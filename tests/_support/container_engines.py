@@ -72,18 +72,14 @@ class OwnEngine:
         """Kill the engine, its containerd and everything that it started, as a crash would."""
         pids = self._pids()
         # All at once: who is killed later would report the death of who was killed before.
-        for sent in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, sent)
+        _signal(pids, signal.SIGSTOP)
+        _signal(pids, signal.SIGKILL)
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process = None
-        for pid in self._pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _signal(self._pids(), signal.SIGKILL)
 
     def _pids(self) -> set[int]:
         """Return the processes of this engine: containerd, shims, and their containers."""
@@ -119,3 +115,9 @@ class OwnEngine:
             if place.startswith(str(self.directory)):
                 subprocess.run(["umount", "-l", place], check=False, capture_output=True)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

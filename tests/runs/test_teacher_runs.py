@@ -91,14 +91,14 @@ def test_served_teacher_gives_the_numbers_of_a_local_one(
     expected = kl_of(local, tmp_path / "local")
     with served_in_thread(make_server, teacher, **options) as server:
         served = (*top, f"teacher.url={server.url}", f"teacher.engine={kind}")
-        found = kl_of(config_of(tiny_policy, *served, steps=2), tmp_path / "served")
+        divergences = kl_of(config_of(tiny_policy, *served, steps=2), tmp_path / "served")
         if kind == "vllm":
             with pytest.raises(ConfigError, match="lists at most 24 tokens") as caught:
                 kl_of(config_of(tiny_policy, *served, "teacher.top_k=25"), tmp_path / "wide")
             assert "start it with --max-logprobs 25" in caught.value.hints
-    assert found[0] == pytest.approx(expected[0], abs=1e-5)
-    assert found[1] == pytest.approx(expected[1], rel=1e-2)
-    assert 0 < found[1] < found[0]
+    assert divergences[0] == pytest.approx(expected[0], abs=1e-5)
+    assert divergences[1] == pytest.approx(expected[1], rel=1e-2)
+    assert 0 < divergences[1] < divergences[0]
     run = RunDir(tmp_path / "served")
     assert replay(load_config(run.config_file), run.path).is_identical  # the server has gone
 

@@ -125,7 +125,13 @@ def score_body(token_ids: Sequence[int], top_k: int, adapter: str | None) -> dic
 
 
 def require_listed(url: str, limit: int, top_k: int) -> None:
-    """Raise ConfigError if the server lists fewer tokens in a place; -1 is no limit."""
+    """Raise ConfigError if a server lists fewer than `top_k` tokens for each place of a prompt.
+
+    Args:
+        url: the server's address, for the message.
+        limit: the most tokens that it lists; -1 is no limit.
+        top_k: the number of tokens that are wanted.
+    """
     if 0 <= limit < top_k:
         raise ConfigError(
             f"{url} lists at most {limit} tokens in a place; {top_k} are wanted",
