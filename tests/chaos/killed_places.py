@@ -59,8 +59,8 @@ asyncio.run(main())
 """
 
 
-def _left(cache: Path) -> dict[str, list[str]]:
-    """Return what is left on this machine of places with this cache."""
+def _left(cache: Path, pids: set[int]) -> dict[str, list[str]]:
+    """Return what is left on this machine of places with this cache, which `pids` have made."""
     processes = []
     for path in glob.glob("/proc/[0-9]*/cmdline"):
         try:
@@ -72,24 +72,29 @@ def _left(cache: Path) -> dict[str, list[str]]:
     mounts = [
         row for row in Path("/proc/self/mountinfo").read_text().splitlines() if str(cache) in row
     ]
-    groups = [path for path in glob.glob("/sys/fs/cgroup/**/areal-gym-*", recursive=True)]
-    owners = [os.path.basename(path).split("-")[2] for path in groups]
-    dead = [
-        g for g, owner in zip(groups, owners, strict=True) if not os.path.exists(f"/proc/{owner}")
+    # Others of this machine, killed in another group of their own, are not ours to look for.
+    groups = [
+        path
+        for path in glob.glob("/sys/fs/cgroup/**/areal-gym-*", recursive=True)
+        if int(os.path.basename(path).split("-")[2]) in pids
     ]
     layers = [str(path) for path in cache.glob("*/new-*")]
-    return {"processes": processes, "mounts": mounts, "groups": dead, "layers": layers}
+    return {"processes": processes, "mounts": mounts, "groups": groups, "layers": layers}
 
 
-def _play(cache: Path, folder: Path, first: int, victim: int) -> tuple[int, int]:
-    """Play twenty episodes in a process; return its exit code and how many ended."""
+def _play(cache: Path, folder: Path, first: int, victim: int, pids: set[int]) -> tuple[int, int]:
+    """Play episodes in a new process of `pids`; return its exit code and how many ended."""
     command = [sys.executable, "-c", PROGRAM, str(cache), f"{first},{PER_PROCESS},{victim}"]
-    result = subprocess.run(
-        [*command, str(folder)], capture_output=True, text=True, timeout=600, check=False
-    )
-    if result.returncode not in (0, -9):
-        raise AssertionError(result.stderr[-2000:])
-    return result.returncode, len(result.stdout.splitlines())
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, str(folder)], stdout=pipe, stderr=pipe, text=True) as process:
+        pids.add(process.pid)
+        try:
+            output, errors = process.communicate(timeout=600)
+        finally:
+            process.kill()
+    if process.returncode not in (0, -9):
+        raise AssertionError(errors[-2000:])
+    return process.returncode, len(output.splitlines())
 
 
 def run(small: bool, directory: Path) -> dict[str, object]:
@@ -101,17 +106,18 @@ def run(small: bool, directory: Path) -> dict[str, object]:
     (folder / "note").write_text("here")
     rng = random.Random(0)
     num_kills = num_ended = 0
+    pids: set[int] = set()
     total = NUM_SMALL if small else NUM_EPISODES
     for first in range(0, total, PER_PROCESS):
-        code, ended = _play(cache, folder, first, first + rng.randrange(PER_PROCESS))
+        code, ended = _play(cache, folder, first, first + rng.randrange(PER_PROCESS), pids)
         num_kills += code == -9
         num_ended += ended
     assert num_kills >= total // PER_PROCESS * 0.9, num_kills
     # The next start, which is not killed, removes what no kernel removes: groups and layers.
-    code, ended = _play(cache, folder, total, -1)
+    code, ended = _play(cache, folder, total, -1, pids)
     assert (code, ended) == (0, PER_PROCESS)
     deadline = time.monotonic() + SETTLE_S
-    while any(left := _left(cache).values()) and time.monotonic() < deadline:
+    while any(left := _left(cache, pids).values()) and time.monotonic() < deadline:
         while True:
             try:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
@@ -119,5 +125,5 @@ def run(small: bool, directory: Path) -> dict[str, object]:
             except ChildProcessError:
                 break
         time.sleep(0.2)
-    assert not any(left), _left(cache)
+    assert not any(left), _left(cache, pids)
     return {"episodes": total, "killed": num_kills, "ended": num_ended}
