@@ -1,6 +1,7 @@
 """An event loop whose clock moves only when nothing else can happen, and then at once."""
 
 import asyncio
+import math
 import selectors
 
 
@@ -13,7 +14,7 @@ class _Jump(selectors.SelectSelector):
         events = super().select(0)
         if not events:
             assert timeout is not None, "deadlock: nothing can happen any more"
-            self.now += timeout
+            self.now = math.nextafter(self.now + timeout, math.inf)  # a loop runs what is past
         return events
 
 
@@ -23,6 +24,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._clock = _Jump()
         super().__init__(self._clock)
+        # Otherwise a timer a billionth of a second ahead runs now, and the clock stays: one that
+        # asks for the time that is left would run for ever.
+        self._clock_resolution = 0.0
 
     def time(self):
         return self._clock.now
