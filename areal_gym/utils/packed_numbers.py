@@ -79,6 +79,11 @@ class PackedNumbers(Sequence[_N], Generic[_N]):
         return values if isinstance(values, cls) else cls(values)
 
     @classmethod
+    def repeated(cls, value: _N, count: int) -> Self:
+        """Return `count` times the same number."""
+        return cls.from_bytes(_bytes_of((value,), cls.CODE) * count)
+
+    @classmethod
     def joined(cls, parts: Iterable[Sequence[_N]]) -> Self:
         """Return the concatenated numbers of all parts."""
         return cls.from_bytes(b"".join(cls.of(part).raw for part in parts))

@@ -10,7 +10,7 @@ from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.engines.servers.server_client import RefusedError
 from areal_gym.engines.sglang import FakeSGLangServer
 from areal_gym.engines.sglang.sglang_client import SGLangClient
-from areal_gym.engines.sglang.sglang_replies import read_answer
+from areal_gym.engines.sglang.sglang_replies import load_answer, read_answer
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 from tests._support.sglang_servers import count, fake, until, website
 
@@ -142,6 +142,59 @@ def test_short_urls_are_completed():
 def test_incomplete_generation_is_an_error(meta):
     with pytest.raises(EngineError):
         read_answer({"meta_info": meta}, 0)
+
+
+ROWS = [[-1.5, 7, None], [-0.25, 8, None], [float("-inf"), 9, None]]
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")], ids=["compact", "spaced"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"weight_versions": [{"version": "3", "start": 0, "end": 3}]},
+        {"output_top_logprobs": [[[-1.5, 7, None]], [[-0.25, 8, None]]]},
+        {"input_token_logprobs": [[None, 1, None], [-2.0, 2, None]]},
+    ],
+    ids=["last", "versions", "top", "prompt"],
+)
+@pytest.mark.parametrize(
+    "rows",
+    [ROWS[:2], ROWS, [[-1.5, 7, "],["], [-0.25, 8, "]]"]], [[-1.0, 5]], [[]]],
+    ids=["rows", "infinity", "texts", "pairs", "empty"],
+)
+def test_rows_of_tokens_are_read_as_parsed_json_is(rows, more, separators):
+    text = 'it says "output_token_logprobs":[[1,2,null]] and ]]'
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": rows, **more}
+    answer = {"text": text, "meta_info": meta}
+    body = json.dumps(answer, separators=separators).encode()
+    read = load_answer(body)
+    assert read["text"] == text
+    assert {**read["meta_info"], "output_token_logprobs": rows} == meta
+
+    def outcome(of):
+        try:
+            return read_answer(of, 3)
+        except EngineError:
+            return None
+
+    assert outcome(read) == outcome(answer)
+    assert (outcome(read) is None) == (rows == [[]])
+
+
+def test_what_is_no_answer_stays_as_it_is():
+    for answer in ([{"meta_info": {"output_token_logprobs": ROWS[:2]}}], "[[", {"a": 1}):
+        body = json.dumps(answer, separators=(",", ":")).encode()
+        assert load_answer(body) == answer
+    with pytest.raises(ValueError, match=r"JSON|Expecting"):
+        load_answer(b'{"meta_info":{"output_token_logprobs":[[1,2,null]]')
+
+
+def test_foreign_names_of_weights_are_no_versions():
+    rows = {"finish_reason": {"type": "stop"}, "output_token_logprobs": ROWS[:2]}
+    spans = [{"version": "20261127093000", "start": 0, "end": 2}]
+    reply = read_answer({"meta_info": {**rows, "weight_versions": spans}}, 0)
+    assert reply.versions == (-1, -1)
 
 
 def test_probe_recognises_server_versions():

@@ -14,6 +14,8 @@ from areal_gym.utils.packed_numbers import Floats, Ints
 
 INITIAL_WEIGHTS = "default"
 """The servers' name for the weights that they started with, our version 0."""
+_MAX_DIGITS = 9
+"""Of our versions. A longer name may be a time, and does not fit 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +86,7 @@ class Reply:
 
     token_ids: Ints = field(default_factory=Ints)
     logprobs: Floats = field(default_factory=Floats)
-    versions: Sequence[int] = ()
+    versions: Ints = field(default_factory=Ints)
     finish: str = ""
     """"stop", "length" or "abort"."""
     routed_experts: list[RoutedExperts | None] = field(default_factory=list)
@@ -94,7 +96,7 @@ class Reply:
         """Append the tokens of the turn's next request."""
         self.token_ids = Ints.joined((self.token_ids, reply.token_ids))
         self.logprobs = Floats.joined((self.logprobs, reply.logprobs))
-        self.versions = (*self.versions, *reply.versions)
+        self.versions = Ints.joined((self.versions, reply.versions))
         self.routed_experts += reply.routed_experts
 
     def generation(self, finish_reason: FinishReason) -> Generation:
@@ -138,7 +140,7 @@ def make_reply(
     if finish != "abort" and not token_ids:
         raise EngineError(f"{route} sampled no tokens, but reports {finish!r}")
     num_tokens = len(token_ids)
-    versions = (version,) * num_tokens if spans is None else _versions(spans, num_tokens)
+    versions = Ints.repeated(version, num_tokens) if spans is None else _versions(spans, num_tokens)
     return Reply(token_ids, logprobs, versions, finish)
 
 
@@ -146,14 +148,15 @@ def version_of(name: str) -> int:
     """Return the version for a server's name of its weights; -1 if another run published them."""
     if name == INITIAL_WEIGHTS:
         return 0
-    return int(name) if name.isdecimal() else -1
+    return int(name) if name.isdecimal() and len(name) <= _MAX_DIGITS else -1
 
 
-def _versions(spans: Sequence[dict[str, Any]], num_tokens: int) -> tuple[int, ...]:
-    versions: tuple[int, ...] = ()
+def _versions(spans: Sequence[dict[str, Any]], num_tokens: int) -> Ints:
+    parts, start = [], 0
     for span in spans:
         end = min(span["end"], num_tokens)
-        versions += (version_of(span["version"]),) * (end - len(versions))
-    if len(versions) != num_tokens:
+        parts.append(Ints.repeated(version_of(span["version"]), end - start))
+        start = max(start, end)
+    if start != num_tokens:
         raise EngineError(f"weight_versions {spans} do not cover {num_tokens} tokens")
-    return versions
+    return Ints.joined(parts)

@@ -347,11 +347,15 @@ class ServerClient(ABC):
             ) from error
         return self._read(route, status, response.content_type, answer)
 
+    def _parse(self, route: str, body: bytes) -> Any:
+        """Parse the JSON of an answer; raises ValueError for anything else."""
+        return load_json(body)
+
     def _read(self, route: str, status: int, content_type: str, body: bytes) -> dict[str, Any]:
         answer: Any
         if content_type == "application/json" and body:
             try:
-                answer = load_json(body)
+                answer = self._parse(route, body)
             except ValueError:
                 excerpt = body[:80].decode("utf-8", "replace")
                 raise EngineError(f"{self.url}{route} answers invalid JSON: {excerpt!r}") from None

@@ -19,6 +19,7 @@ from areal_gym.engines.servers.server_state import ServerState
 from areal_gym.errors import EngineError, EngineUnreachableError, GrammarError
 from areal_gym.message_types import ImageRef
 from areal_gym.types import FinishReason, TopTokens
+from areal_gym.utils.packed_numbers import Ints
 
 _NOT_RETRIED = frozenset({400, 404, 405, 413, 422})
 """HTTP statuses that a retry does not change."""
@@ -101,7 +102,7 @@ class TurnSampler(ServerPool):
                 newest = reply.versions[-1] if reply.versions else version
                 if self._follows_adapters:
                     # A request is sampled to its end by the adapter that it names.
-                    reply.versions = (version,) * len(reply.token_ids)
+                    reply.versions = Ints.repeated(version, len(reply.token_ids))
                 elif newest < version:  # it was restarted unnoticed
                     self.lose(state)
                     raise EngineError(f"{state.client.url} lost the weights it was given")

@@ -27,6 +27,7 @@ from areal_gym.engines.servers.server_pictures import (
 from areal_gym.engines.sglang.adapter_limits import require_whole_groups
 from areal_gym.engines.sglang.sglang_replies import (
     experts_request,
+    load_answer,
     read_answer,
     read_top,
     sampling_params,
@@ -123,6 +124,9 @@ class SGLangClient(ServerClient):
             num_read = answer.get("meta_info", {}).get("prompt_tokens")
             require_read_whole(self.url, num_read, len(request.prompt_ids))
         return read_answer(answer, request.version, request.num_layers)
+
+    def _parse(self, route: str, body: bytes) -> Any:
+        return load_answer(body) if route == "/generate" else super()._parse(route, body)
 
     async def score(
         self, token_ids: Sequence[int], *, adapter: str | None, timeout_s: float
