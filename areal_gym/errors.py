@@ -8,7 +8,7 @@
     |   +-- DuplicateIdError
     +-- InfrastructureError (RuntimeError)  the machine is at fault; exit code 3
     |   +-- TrainError
-    |   |   +-- LostRankError, NotFiniteError, DivergedError
+    |   |   +-- LostRankError, NotFiniteError, DivergedError, MasteredError
     |   +-- FailureBudgetError
     +-- EpisodeError (RuntimeError)         one episode failed: data, not a crash; never a reward
         +-- EnvError
@@ -20,7 +20,7 @@
         +-- AgentError, WorkerError, EpisodeTimeoutError (TimeoutError)
 
     ToolError                               shown to the model as the tool's result; not a failure
-    StopTraining                            a callback wants the run to end; not a failure
+    StopTraining                            the run ends before its last step; not a failure
 
 An error says what was asked, what exists and what to type next. The command line prints `hints`
 indented under the message.
@@ -112,6 +112,10 @@ class NotFiniteError(TrainError):
 
 class DivergedError(TrainError):
     """The policy diverges; the run was stopped, and its last good checkpoint is kept."""
+
+
+class MasteredError(TrainError):
+    """The policy solves the tasks, and groups that could teach it something are no longer found."""
 
 
 class FailureBudgetError(InfrastructureError):

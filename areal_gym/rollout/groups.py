@@ -35,7 +35,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from areal_gym.config import RolloutConfig
-from areal_gym.errors import TrainError
+from areal_gym.errors import MasteredError, TrainError
 from areal_gym.rollout.filters import GroupFilter, rejection
 from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.task_scheduler import TaskScheduler
@@ -45,6 +45,8 @@ _MIN_REJECTED, _MIN_BATCHES = 64, 8
 """The run stops after this many rejected groups in a row: the larger of a number of groups, and a
 number of batches' worth of groups. If one group in twenty is kept, 64 rejections in a row happen by
 chance in 4 of 100 cases, and 128 in one of 700."""
+_SOLVED = 1 - 1e-9
+"""The least reward of a task that is solved."""
 _MAX_REPLAYS = 4
 """How often infrastructure failures replay a whole group while other episodes complete. After that,
 the group itself is the likely cause, and its members fail one by one."""
@@ -176,6 +178,8 @@ class GroupTracker:
         self.rejected: Counter[str] = Counter()
         """Groups that filters rejected, by "filter/reason"."""
         self._rejected_in_a_row: Counter[str] = Counter()
+        self._num_solved_in_a_row = 0
+        """Groups among them whose members all earned a reward of 1 or more."""
         self._outage: _OutageExtent | None = None
         """No batch is handed out while the extent of an outage is unknown."""
         if journal is not None:
@@ -222,7 +226,8 @@ class GroupTracker:
         """Finish a group with enough members; the filters decide whether it is trained on.
 
         Raises:
-            TrainError: the filters rejected too many groups in a row, or the disk is full.
+            MasteredError: the filters rejected too many groups in a row, most of them solved.
+            TrainError: they rejected too many others, or the disk is full.
         """
         index = running.index
         self._survived_outage(index)
@@ -238,6 +243,7 @@ class GroupTracker:
         self._ready[index] = _ReadyGroup(group, group.oldest_version, time.monotonic())
         self.counts["accepted"] += 1
         self._rejected_in_a_row.clear()
+        self._num_solved_in_a_row = 0
 
     def fail(self, index: int) -> None:
         """Drop a group that has no task or too few members."""
@@ -344,13 +350,16 @@ class GroupTracker:
         self._drop(index, reason, group)
         self.rejected[reason] += 1
         self._rejected_in_a_row[reason] += 1
+        self._num_solved_in_a_row += min(group.rewards_G) >= _SOLVED
         num_rejected = self._rejected_in_a_row.total()
         if num_rejected >= max(_MIN_REJECTED, _MIN_BATCHES * self._config.batch_groups):
             counts = self._rejected_in_a_row.most_common()
             reasons = ", ".join(f"{count} by {reason}" for reason, count in counts)
-            raise TrainError(
+            is_mastered = self._num_solved_in_a_row > num_rejected / 2
+            error = MasteredError if is_mastered else TrainError
+            raise error(
                 f"the filters rejected {num_rejected} groups in a row, and nothing is left to "
-                f"train on: {reasons}",
+                f"train on: {reasons}; all members solved {self._num_solved_in_a_row} of them",
                 hints=[
                     "look at what the policy does: trajectories/eval-*.jsonl of the run directory",
                     "give it tasks that it solves sometimes: another level or data set, or "

@@ -52,7 +52,7 @@ class Callbacks:
                 )
         self._callbacks = tuple(callbacks)
         self.stopped: str | None = None
-        """Why a callback wants the run to end; None as long as none does."""
+        """Why the run ends before its last step; None as long as nobody wants that."""
 
     def call(self, event: str, *arguments: Any) -> None:
         """Call the method `event` of each callback."""
@@ -60,7 +60,12 @@ class Callbacks:
             try:
                 getattr(callback, event)(*arguments)
             except StopTraining as stop:
-                self.stopped = self.stopped or str(stop) or type(callback).__name__
+                self.stop(str(stop) or type(callback).__name__)
+
+    def stop(self, reason: str) -> StopTraining:
+        """Return what ends the run in an orderly way, for this reason unless there is another."""
+        self.stopped = self.stopped or reason
+        return StopTraining(self.stopped)
 
     def raise_if_stopped(self) -> None:
         """Raise StopTraining if a callback has raised it."""

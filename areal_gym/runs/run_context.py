@@ -10,7 +10,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
-from areal_gym.errors import DivergedError, LostRankError, NotFiniteError, StopTraining
+from areal_gym.errors import (
+    DivergedError,
+    LostRankError,
+    MasteredError,
+    NotFiniteError,
+    StopTraining,
+)
 from areal_gym.runs.divergence_guard import DivergenceGuard
 from areal_gym.runs.preparation import PreparedRun
 from areal_gym.runs.restarts import RESTARTED
@@ -126,7 +132,8 @@ class RunContext(Generic[_Item]):
     async def training(self) -> AsyncIterator[None]:
         """Make batches inside of the context; on the way out, save the policy, whatever ends it.
 
-        A callback that stops training ends the context without an error.
+        What stops training in an orderly way ends the context without an error: a callback, or
+        that nothing is left to learn.
         """
         display, directory = self.prepared.display, self.prepared.directory
         display.phase("train", self.prepared.config.steps)
@@ -139,7 +146,7 @@ class RunContext(Generic[_Item]):
             self._batches.finish_saving()
             self._saver.save_now(self.step)
         except StopTraining as stop:
-            display.say(f"stopped after step {self.step}, as a callback wanted: {stop}")
+            display.say(f"ended after step {self.step} of {self.prepared.config.steps}: {stop}")
             self._saver.save_now(self.step)
             self._batches.finish_saving()
         except LostRankError:  # the steps since the newest checkpoint are lost
@@ -161,9 +168,18 @@ class RunContext(Generic[_Item]):
         self.train_s = time.perf_counter() - start_s
 
     async def next_batch(self) -> Sequence[_Item]:
-        """Return the next batch, and measure how long the trainer waited for it."""
+        """Return the next batch, and measure how long the trainer waited for it.
+
+        Raises:
+            StopTraining: the policy has learned to solve the tasks, and no others are found.
+        """
         self._begin_s = time.perf_counter()
-        batch = await self._batches.next_batch(self.step)
+        try:
+            batch = await self._batches.next_batch(self.step)
+        except MasteredError as error:
+            if not self.step:
+                raise
+            raise self.prepared.callbacks.stop(error.message) from None
         self._wait_s = time.perf_counter() - self._begin_s
         return batch
 

@@ -51,7 +51,8 @@ def train(
 ) -> dict[str, Any]:
     """Train, and return the summary, which is also in `summary.json`.
 
-    A callback may end the run before its last step in an orderly way (`stopped` in the summary says
+    A run may end before its last step in an orderly way, because a callback wants it or because the
+    policy solves the tasks and filters leave nothing to train on (`stopped` in the summary says
     why). When interrupted by Ctrl-C, the run saves a checkpoint and raises KeyboardInterrupt.
 
     If one of the trainer's processes dies, the steps since the newest checkpoint are lost. The run

@@ -47,7 +47,7 @@ class TrainingResult:
 
     @property
     def stopped(self) -> str | None:
-        """The reason for which a callback ended the run early; None if it took all its steps."""
+        """The reason for which the run ended early; None if it took all its steps."""
         reason: str | None = self.summary["stopped"]
         return reason
 

@@ -1,0 +1,45 @@
+"""An environment that is mastered after a while, whatever the policy does."""
+
+from collections.abc import Iterable
+
+from areal_gym.envs.base import Response, TextEnv
+from areal_gym.plugins import EnvSpec, hookimpl
+from areal_gym.types import Task
+
+
+class Mastered(TextEnv):
+    """One turn. Every other of this process's first `num_mixed` episodes in split train earns 1.
+
+    All later ones earn `then`.
+    """
+
+    num_played = 0
+
+    def __init__(self, num_mixed: int = 0, then: float = 1.0) -> None:
+        super().__init__()
+        self._num_mixed, self._then = num_mixed, then
+
+    def sample_task(self, rng, options):
+        number = int(rng.integers(1000))
+        return Task(id=str(number), data={"number": number}, split=options.get("split", "train"))
+
+    def first_messages(self, task):
+        return [{"role": "user", "content": f"Say something about {task.data['number']}."}]
+
+    async def respond(self, message):
+        if self.task.split != "train":
+            return Response(reward=1.0, is_terminated=True)
+        Mastered.num_played += 1
+        is_mixed = Mastered.num_played <= self._num_mixed
+        reward = float(Mastered.num_played % 2) if is_mixed else self._then
+        return Response(reward=reward, is_terminated=True)
+
+    def gold_action(self):
+        return "anything"
+
+
+@hookimpl
+def register_envs() -> Iterable[EnvSpec]:
+    yield EnvSpec(
+        id="mastered", entry_point="tests._support.mastered_env:Mastered", summary="gets easy"
+    )
