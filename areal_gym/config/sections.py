@@ -222,8 +222,8 @@ class TrainerConfig(Settings):
     """Optimizer updates per step; the step's batch is split among them by group."""
     staleness_damping: float = Field(1.5, ge=0)
     """With several updates a step, old batches are trained at a lower learning rate: divided by
-    sqrt(1 + staleness_damping * mean staleness * (minibatches - 1)); 0 is off
-    (docs/asynchrony.md)."""
+    sqrt(1 + staleness_damping * mean staleness * (minibatches - 1)). With one, the rate is lower
+    while the policy is far from the one that sampled; 0 is off (docs/asynchrony.md)."""
     vision: Literal["frozen", "projector", "full"] = "frozen"
     """The trained part of a vision-language model's vision tower: nothing, the projector that maps
     features to tokens, or everything."""

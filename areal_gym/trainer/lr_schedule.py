@@ -7,6 +7,12 @@ import math
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
 
+_MAX_DRIFT = 0.01
+"""Nats a token: policies that have drifted further from the one that sampled take shorter steps.
+At the demonstration's rate, 8 versions behind, few steps are above it, at twice of it most."""
+_MEMORY = 0.8
+"""The share of the largest drift that still counts one step later."""
+
 
 def require_steps(config: TrainerConfig) -> None:
     """Raise ConfigError if the learning rate decays and the number of steps is not set."""
@@ -49,9 +55,45 @@ def stale_factor(config: TrainerConfig, staleness: float, num_updates: int) -> f
     1 / sqrt(1 + staleness_damping * staleness * (num_updates - 1))
 
     A stale batch's gradient points from where the policy was. Optimizers that normalise (AdamW,
-    Muon) follow it in full steps, however little clips and masks leave of it. With one update per
-    step this was harmless up to 8 versions; with several updates, each on a part of the batch, the
-    policy overshoots. Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning",
-    divide by the staleness itself; the root damps old batches less (docs/asynchrony.md).
+    Muon) follow it in full steps, however little clips and masks leave of it. With several updates,
+    each on a part of the batch, the policy overshoots; for a single one see `DriftDamping`. Zhang
+    et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", divide by the staleness
+    itself; the root damps old batches less (docs/asynchrony.md).
     """
     return 1 / math.sqrt(1 + config.staleness_damping * staleness * (num_updates - 1))
+
+
+class DriftDamping:
+    """Damps single updates of stale batches where the policy has drifted from the one that sampled.
+
+    drift = max(KL per token, 0.8 * the drift before)
+    factor = min(1, max(0.01 / drift, 1 / (1 + staleness)))
+
+    A single update overshoots at high rates only, and then the policy is far from the one that
+    sampled. That shows in some batches and not in others, so it is remembered for a while. Fresh
+    batches are never damped, and others by no more than Zhang et al. 2016 divide, because
+    differences between engine and trainer look like a drift, too (docs/asynchrony.md).
+
+    The drift is not part of a checkpoint: the first stale batch of a resumed run shows it again.
+    """
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._is_on = config.staleness_damping > 0
+        self._drift = 0.0
+
+    def factor(self, divergence: float, staleness: float, num_updates: int) -> float:
+        """Return the factor of the learning rates of one update.
+
+        Args:
+            divergence: the KL divergence per token from the policy that sampled, in nats.
+            staleness: the batch's mean staleness, in versions.
+            num_updates: updates of the step; with several, see `stale_factor`.
+        """
+        if num_updates > 1 or not self._is_on:
+            return 1.0
+        if not math.isfinite(divergence):
+            return 1 / (1 + staleness)
+        self._drift = max(divergence, _MEMORY * self._drift)
+        if self._drift <= _MAX_DRIFT:
+            return 1.0
+        return max(_MAX_DRIFT / self._drift, 1 / (1 + staleness))

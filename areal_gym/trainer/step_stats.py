@@ -116,14 +116,25 @@ class Step:
     columns: TokenBatch
     proximal: Proximal
     version: int
+    staleness: float
+    """The mean staleness of the batch's tokens, in versions."""
+    num_updates: int
     work: StepStats
     lr_scale: float
+    """Factor of the learning rates of all updates."""
+    drift_factors: list[float] = field(default_factory=list)
+    """Further factors of the updates that were taken."""
     totals: Totals = field(default_factory=Totals)
     by_lag: MeansByLag = field(default_factory=MeansByLag)
     gap_by_lag: MeansByLag = field(default_factory=MeansByLag)
     """|trainer's log-probability - recorded log-probability| in the first update."""
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     """Log-probabilities of this rank's rows, by row index, at the beginning of their own update."""
+
+    @property
+    def mean_drift_factor(self) -> float:
+        """The mean of the factors so far; 1 before the first update."""
+        return sum(self.drift_factors) / len(self.drift_factors) if self.drift_factors else 1.0
 
     def trajectory_lengths(self, members: Sequence[int]) -> Counter[int]:
         """Return how many tokens of each trajectory are trained in the rows `members`."""
@@ -163,10 +174,10 @@ class Step:
         if is_first:
             self.gap_by_lag.add(lags_T, (logprobs_T - self.columns.take("old", indexes)).abs())
 
-    def metrics(self, ranks: Ranks, *, num_updates: int, is_stale: bool) -> dict[str, float]:
+    def metrics(self, ranks: Ranks, *, is_stale: bool) -> dict[str, float]:
         """Return the means over all ranks and updates."""
         sums = ranks.sum(self.totals)
-        metrics = {f"train/{name}": total / num_updates for name, total in sums.items()}
+        metrics = {f"train/{name}": total / self.num_updates for name, total in sums.items()}
         if is_stale:
             metrics |= self.by_lag.metrics("train/approx_kl_stale", ranks)
         gaps = self.gap_by_lag.metrics("", ranks)

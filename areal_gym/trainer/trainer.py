@@ -51,7 +51,7 @@ from areal_gym.trainer.batch_pass import pick_tokens
 from areal_gym.trainer.chunked_logprobs import TokenScores
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.lora import adapter_weights
-from areal_gym.trainer.lr_schedule import stale_factor
+from areal_gym.trainer.lr_schedule import DriftDamping, stale_factor
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.out_of_memory import readable_memory_errors
 from areal_gym.trainer.parallel.fsdp import autocast, reducing_once
@@ -132,6 +132,7 @@ class Trainer(PolicyTrainer):
         self._prepare_training()
         decoder.replays_experts = config.routing_replay
         self._engine_rounds = False
+        self._drift_damping = DriftDamping(config)
         self._last: Step | None = None
 
     def recompute_proximal(self) -> None:
@@ -185,15 +186,17 @@ class Trainer(PolicyTrainer):
             columns=columns,
             proximal=proximal,
             version=version,
+            staleness=staleness,
+            num_updates=len(minibatches),
             work=StepStats(self.decoder.shape, self._device, self.config.dtype),
             lr_scale=lr_scale,
         )
         norms = [
             self._update(step, members, is_first=i == 0) for i, members in enumerate(minibatches)
         ]
-        metrics |= step.metrics(self._ranks, num_updates=len(minibatches), is_stale=is_stale)
+        metrics |= step.metrics(self._ranks, is_stale=is_stale)
         metrics["train/grad_norm"] = sum(norms) / len(norms)
-        metrics["train/lr"] = self.config.lr * lr_scale
+        metrics["train/lr"] = self.config.lr * lr_scale * step.mean_drift_factor
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
         self.num_steps += 1
         self._last = step
@@ -314,7 +317,7 @@ class Trainer(PolicyTrainer):
         weights_G = dict(zip(lengths_G, weights, strict=True))
         if self._token_loss.has_batch_pass:
             pick_tokens(self._token_loss, self._passes, step, members, proximal, is_first=is_first)
-        sum_of_losses = 0.0
+        sum_of_losses, drift_before = 0.0, step.totals.get("approx_kl", 0.0)
         passes = self._passes.microbatches(step.rows, members)
         for batch, indexes, is_mine in reducing_once(
             passes, self.config, self.decoder, self._critic
@@ -337,10 +340,16 @@ class Trainer(PolicyTrainer):
             # Gradients are averaged over the ranks, and each data rank has a part of the loss.
             (loss * (self._ranks.num_data_ranks if is_mine else 0)).backward()
         # A loss can be NaN although its gradient is finite: a constant added to it has none.
-        is_finite = math.isfinite(self._ranks.sum({"loss": sum_of_losses})["loss"])
-        norm = self._optimizer.step(step.lr_scale, is_usable=is_finite)
+        drift = step.totals.get("approx_kl", 0.0) - drift_before
+        sums = self._ranks.sum({"loss": sum_of_losses, "drift": drift})
+        is_finite = math.isfinite(sums["loss"])
+        step.drift_factors.append(
+            self._drift_damping.factor(sums["drift"], step.staleness, step.num_updates)
+        )
+        lr_scale = step.lr_scale * step.drift_factors[-1]
+        norm = self._optimizer.step(lr_scale, is_usable=is_finite)
         if self._critic is not None:
-            critic_norm = self._critic.step(step.lr_scale, is_usable=math.isfinite(norm))
+            critic_norm = self._critic.step(lr_scale, is_usable=math.isfinite(norm))
             step.totals.add(
                 "critic_grad_norm", torch.tensor(critic_norm), self._ranks.num_data_ranks
             )

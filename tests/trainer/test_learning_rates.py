@@ -11,11 +11,11 @@ from areal_gym.runs.preparation import save_settings
 from areal_gym.runs.resume import require_resumable
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
-from areal_gym.trainer.lr_schedule import lr_factor, stale_factor
+from areal_gym.trainer.lr_schedule import DriftDamping, lr_factor, stale_factor
 from areal_gym.trainer.objectives.supervised import Sft, Supervised
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.trainer import Trainer
-from tests._support.tiny_training import batch, tiny_decoder
+from tests._support.tiny_training import batch, honest_logprobs, tiny_decoder
 
 
 def settings_of(schedule, warmup=0, **settings):
@@ -124,26 +124,52 @@ def test_rate_falls_with_staleness_and_further_updates():
     assert stale_factor(TrainerConfig(staleness_damping=0), 1e9, 8) == 1
 
 
-def first_step(version, minibatches=2, **settings):
+def test_rate_of_a_single_update_falls_where_the_policy_has_drifted():
+    def factors(*cases, **settings):
+        damping = DriftDamping(TrainerConfig(**settings))
+        return [damping.factor(*case) for case in cases]
+
+    assert factors((0.01, 9.0, 1), (0.02, 9.0, 1)) == [1, 0.5]
+    assert factors((1.0, 4.0, 1), (0.0, 1.0, 1), (0.0, 0.0, 1)) == [0.2, 0.5, 1]
+    # It is remembered: three steps later more than a half of 0.02 is left, and then less.
+    later = factors((0.02, 9.0, 1), *[(0.0, 9.0, 1)] * 4)
+    assert later == pytest.approx([0.5, 0.5 / 0.8, 0.5 / 0.64, 0.5 / 0.512, 1])
+    assert factors((1.0, 4.0, 2), (0.0, 4.0, 1)) == [1, 1]
+    assert factors((math.nan, 3.0, 1), (math.inf, 3.0, 1), (0.0, 3.0, 1)) == [0.25, 0.25, 1]
+    assert factors((1.0, 4.0, 1), staleness_damping=0) == [1]
+
+
+def first_step(version, minibatches=2, is_drifted=True, **settings):
     """The metrics of a step on tokens of version 0, and how far it moved the weights."""
     decoder = tiny_decoder()
+    groups = batch() if is_drifted else honest_logprobs(decoder, batch())
     before = decoder.model.norm.weight.detach().clone()
     config = TrainerConfig(lr=1e-3, minibatches=minibatches, **settings)
     trainer = Trainer(decoder, config, advantage=grpo, loss=ppo_clip)
-    metrics = trainer.step(batch(), version=version)
+    metrics = trainer.step(groups, version=version)
     return metrics, float((decoder.model.norm.weight.detach() - before).abs().mean())
 
 
 def test_a_trainer_lowers_the_rate_for_stale_batches():
     fresh, moved = first_step(0)
     assert fresh["train/lr"] == 1e-3
-    assert first_step(28, minibatches=1)[0]["train/lr"] == 1e-3
+    assert first_step(28, minibatches=1, is_drifted=False)[0]["train/lr"] == 1e-3
     stale, moved_by_stale = first_step(28, staleness_damping=2.25)  # 1 + 2.25 * 28 = 8 * 8
     assert stale["train/lr"] == 1e-3 / 8
     assert moved_by_stale == pytest.approx(moved / 8, rel=0.5)
     without, moved_without = first_step(28, staleness_damping=0)
     assert without["train/lr"] == 1e-3
     assert moved_without == pytest.approx(moved, rel=0.5)
+
+
+def test_a_trainer_lowers_the_rate_of_a_single_update_that_has_drifted():
+    fresh, moved = first_step(0, minibatches=1)
+    assert fresh["train/approx_kl"] > 0.1
+    assert fresh["train/lr"] == 1e-3
+    stale, moved_by_stale = first_step(3, minibatches=1)
+    assert stale["train/lr"] == pytest.approx(1e-3 / 4)
+    assert moved_by_stale == pytest.approx(moved / 4, rel=0.2)
+    assert first_step(3, minibatches=1, staleness_damping=0)[0]["train/lr"] == 1e-3
 
 
 # ---- groups -------------------------------------------------------------------------------------
