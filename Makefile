@@ -32,15 +32,15 @@ types: install
 	$(BIN)/mypy
 
 # mypy runs as one of the tests, tests/test_annotations.py: while they wait, it works.
-# Three processes on two cores: a third of a test's time is waiting, for servers and processes.
+# Four processes on two cores: a third of a test's time is waiting, for servers and processes.
 # A test that fails runs once more, and the summary names it: machines that stall for seconds must
 # not fail somebody's change, and a test that needs it is to be mended.
 test: lint
-	$(BIN)/pytest --numprocesses 3 --dist loadscope --reruns 1
+	$(BIN)/pytest --numprocesses 4 --dist loadscope --reruns 1
 
 # Half as slow again as the tests alone; the report is printed, and htmlcov/ has it line by line.
 coverage: install
-	$(BIN)/pytest --numprocesses 3 --dist loadscope --reruns 1 --cov areal_gym --cov-report term:skip-covered --cov-report html
+	$(BIN)/pytest --numprocesses 4 --dist loadscope --reruns 1 --cov areal_gym --cov-report term:skip-covered --cov-report html
 
 # The wheel in fresh environments, without torch and with [train]; needs the network.
 test-wheel:

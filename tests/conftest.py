@@ -19,7 +19,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Three processes and their children share the cores: threads of torch would wait for each other.
+# Four processes and their children share the cores: threads of torch would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell that starts us in the background makes us, and all we start, deaf to Ctrl-C, which is
@@ -32,7 +32,7 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=2000, deadline=None)
 settings.load_profile("fixed")
 
-# ---- several processes: pytest -n 3 --dist loadscope -----------------------------------------
+# ---- several processes: pytest -n 4 --dist loadscope -----------------------------------------
 
 # What runs in one of them, one test after the other: what shares servers that are dear to start, a
 # container engine, or the one Ray of a machine. Otherwise each file for itself.
