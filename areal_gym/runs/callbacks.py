@@ -52,7 +52,7 @@ class Callbacks:
                 )
         self._callbacks = tuple(callbacks)
         self.stopped: str | None = None
-        """Why the run ends before its last step; None as long as nobody wants that."""
+        """Why the run ends before its last step; None while it goes on."""
 
     def call(self, event: str, *arguments: Any) -> None:
         """Call the method `event` of each callback."""

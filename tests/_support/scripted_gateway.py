@@ -37,9 +37,10 @@ class TokenwiseEngine(ScriptedEngine):
         self.num_aborted = 0
 
     async def stream(self, prompt_ids, params, *, session=None):
-        whole = await self.generate(prompt_ids, params, session=session)
         is_done = False
         try:
+            # A call may be aborted while it is here, too.
+            whole = await self.generate(prompt_ids, params, session=session)
             for i, token_id in enumerate(whole.token_ids):
                 await asyncio.sleep(self.pause_s)
                 is_done = i + 1 == len(whole.token_ids)

@@ -39,7 +39,7 @@ def load_answer(body: bytes) -> Any:
     start += len(_ROWS)
     quote = body.find(b'"', start)
     end = body.rfind(b"]]", start, quote if quote > 0 else len(body))
-    if end < 0:  # rows hold the texts of tokens, which nobody has asked for
+    if end < 0:  # the rows hold the texts of tokens, for which our requests do not ask
         return load_json(body)
     answer = load_json(b"".join((body[: start - 1], body[end + 1 :])))
     flat = load_json(b"[%b]" % body[start:end].translate(None, b"[]"))
