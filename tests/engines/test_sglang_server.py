@@ -166,7 +166,7 @@ ROWS = [[-1.5, 7, None], [-0.25, 8, None], [float("-inf"), 9, None]]
 def test_rows_of_tokens_are_read_as_parsed_json_is(rows, more, separators):
     text = 'it says "output_token_logprobs":[[1,2,null]] and ]]'
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": rows, **more}
-    answer = {"text": text, "meta_info": meta}
+    answer = {"text": text, "output_ids": [7, 8], "meta_info": meta}
     body = json.dumps(answer, separators=separators).encode()
     read = load_answer(body)
     assert read["text"] == text

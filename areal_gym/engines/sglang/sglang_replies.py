@@ -22,6 +22,7 @@ from areal_gym.types import TopTokens
 from areal_gym.utils.packed_numbers import Floats, Ints
 
 _ROWS = b'"output_token_logprobs":[['
+_IDS = b'"output_ids":['
 
 
 class _FlatRows(list[Any]):
@@ -31,7 +32,8 @@ class _FlatRows(list[Any]):
 def load_answer(body: bytes) -> Any:
     """Parse the answer of `/generate`; raises ValueError for what is not JSON.
 
-    The rows of all tokens are parsed as one list: a list for each token takes twice the time.
+    The rows of all tokens are parsed as one list: a list for each token takes twice the time. The
+    ids beside them are the same once more, and are left out.
     """
     start = body.find(_ROWS)
     if start < 0:
@@ -41,7 +43,11 @@ def load_answer(body: bytes) -> Any:
     end = body.rfind(b"]]", start, quote if quote > 0 else len(body))
     if end < 0:  # the rows hold the texts of tokens, for which our requests do not ask
         return load_json(body)
-    answer = load_json(b"".join((body[: start - 1], body[end + 1 :])))
+    head = body[: start - 1]
+    if (ids := head.find(_IDS)) >= 0:
+        ids += len(_IDS)
+        head = head[:ids] + head[head.find(b"]", ids) :]
+    answer = load_json(head + body[end + 1 :])
     flat = load_json(b"[%b]" % body[start:end].translate(None, b"[]"))
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta, dict) or len(flat) % 3:  # not what SGLang answers
