@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.base import Response
 from areal_gym.plugins import EnvSpec, hookimpl
-from areal_gym.types import Task
+from tests._support.fading_env import Fading
 
 
-class Mastered(TextEnv):
+class Mastered(Fading):
     """One turn. Every other of this process's first `num_mixed` episodes in split train earns 1.
 
     All later ones earn `then`.
@@ -19,13 +19,6 @@ class Mastered(TextEnv):
         super().__init__()
         self._num_mixed, self._then = num_mixed, then
 
-    def sample_task(self, rng, options):
-        number = int(rng.integers(1000))
-        return Task(id=str(number), data={"number": number}, split=options.get("split", "train"))
-
-    def first_messages(self, task):
-        return [{"role": "user", "content": f"Say something about {task.data['number']}."}]
-
     async def respond(self, message):
         if self.task.split != "train":
             return Response(reward=1.0, is_terminated=True)
@@ -33,9 +26,6 @@ class Mastered(TextEnv):
         is_mixed = Mastered.num_played <= self._num_mixed
         reward = float(Mastered.num_played % 2) if is_mixed else self._then
         return Response(reward=reward, is_terminated=True)
-
-    def gold_action(self):
-        return "anything"
 
 
 @hookimpl
