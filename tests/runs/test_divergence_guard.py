@@ -11,20 +11,10 @@ from areal_gym.errors import ConfigError, DivergedError
 from areal_gym.plugins import PluginManager, Registry, set_registry
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.divergence_guard import DivergenceGuard, NewestRewards
-from areal_gym.runs.run_display import Display
 from areal_gym.runs.train import train
 from areal_gym.types import FinishReason, StopReason, Task, TokenSpan, Trajectory, Turn
 from tests._support import fading_env
-
-
-class Lines(Display):
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
+from tests._support.display_lines import Lines
 
 
 def row(step, *, reward=0.9, std=0.3, num_episodes=64, **train_metrics):

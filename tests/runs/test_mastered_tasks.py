@@ -10,19 +10,7 @@ from areal_gym.plugins import PluginManager, Registry, set_registry
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
 from tests._support import mastered_env
-
-
-class Lines:
-    """A display that keeps its lines."""
-
-    def __init__(self):
-        self.lines = []
-
-    def say(self, text):
-        self.lines.append(text)
-
-    def __getattr__(self, name):
-        return lambda *arguments, **named: None
+from tests._support.display_lines import Lines
 
 
 @pytest.fixture
