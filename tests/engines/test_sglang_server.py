@@ -183,7 +183,8 @@ def test_rows_of_tokens_are_read_as_parsed_json_is(rows, more, separators):
 
 
 def test_what_is_no_answer_stays_as_it_is():
-    for answer in ([{"meta_info": {"output_token_logprobs": ROWS[:2]}}], "[[", {"a": 1}):
+    several = {"output_ids": [[7], [8]], "meta_info": {"output_token_logprobs": [[[-1.0, 5]]]}}
+    for answer in ([{"meta_info": {"output_token_logprobs": ROWS[:2]}}], "[[", {"a": 1}, several):
         body = json.dumps(answer, separators=(",", ":")).encode()
         assert load_answer(body) == answer
     with pytest.raises(ValueError, match=r"JSON|Expecting"):

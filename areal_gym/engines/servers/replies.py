@@ -15,7 +15,7 @@ from areal_gym.utils.packed_numbers import Floats, Ints
 INITIAL_WEIGHTS = "default"
 """The servers' name for the weights that they started with, our version 0."""
 _MAX_DIGITS = 9
-"""Of our versions. A longer name may be a time, and does not fit 32 bits."""
+"""The most digits of a version that we publish. Longer names, such as times, exceed 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,8 +47,11 @@ def load_answer(body: bytes) -> Any:
     if (ids := head.find(_IDS)) >= 0:
         ids += len(_IDS)
         head = head[:ids] + head[head.find(b"]", ids) :]
-    answer = load_json(head + body[end + 1 :])
-    flat = load_json(b"[%b]" % body[start:end].translate(None, b"[]"))
+    try:
+        answer = load_json(head + body[end + 1 :])
+        flat = load_json(b"[%b]" % body[start:end].translate(None, b"[]"))
+    except ValueError:  # lists inside of the lists, or no JSON at all
+        return load_json(body)
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta, dict) or len(flat) % 3:  # not what SGLang answers
         return load_json(body)

@@ -129,7 +129,7 @@ def require_listed(url: str, limit: int, top_k: int) -> None:
 
     Args:
         url: the server's address, for the message.
-        limit: the most tokens that it lists; -1 is no limit.
+        limit: how many tokens the server lists for a place at most; -1 means any number.
         top_k: the number of tokens that are wanted.
     """
     if 0 <= limit < top_k:
