@@ -121,20 +121,15 @@ class Step:
     num_updates: int
     work: StepStats
     lr_scale: float
-    """Factor of the learning rates of all updates."""
-    drift_factors: list[float] = field(default_factory=list)
-    """Further factors of the updates that were taken."""
+    """Factor of the learning rates, before drift damps it."""
+    lr_scales: list[float] = field(default_factory=list)
+    """Factors of the learning rates in the updates so far."""
     totals: Totals = field(default_factory=Totals)
     by_lag: MeansByLag = field(default_factory=MeansByLag)
     gap_by_lag: MeansByLag = field(default_factory=MeansByLag)
     """|trainer's log-probability - recorded log-probability| in the first update."""
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     """Log-probabilities of this rank's rows, by row index, at the beginning of their own update."""
-
-    @property
-    def mean_drift_factor(self) -> float:
-        """The mean of the factors so far; 1 before the first update."""
-        return sum(self.drift_factors) / len(self.drift_factors) if self.drift_factors else 1.0
 
     def trajectory_lengths(self, members: Sequence[int]) -> Counter[int]:
         """Return how many tokens of each trajectory are trained in the rows `members`."""

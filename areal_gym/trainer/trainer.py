@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -196,7 +197,7 @@ class Trainer(PolicyTrainer):
         ]
         metrics |= step.metrics(self._ranks, is_stale=is_stale)
         metrics["train/grad_norm"] = sum(norms) / len(norms)
-        metrics["train/lr"] = self.config.lr * lr_scale * step.mean_drift_factor
+        metrics["train/lr"] = self.config.lr * mean(step.lr_scales or [lr_scale])
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
         self.num_steps += 1
         self._last = step
@@ -343,10 +344,9 @@ class Trainer(PolicyTrainer):
         drift = step.totals.get("approx_kl", 0.0) - drift_before
         sums = self._ranks.sum({"loss": sum_of_losses, "drift": drift})
         is_finite = math.isfinite(sums["loss"])
-        step.drift_factors.append(
-            self._drift_damping.factor(sums["drift"], step.staleness, step.num_updates)
-        )
-        lr_scale = step.lr_scale * step.drift_factors[-1]
+        damping = self._drift_damping.factor(sums["drift"], step.staleness, step.num_updates)
+        lr_scale = step.lr_scale * damping
+        step.lr_scales.append(lr_scale)
         norm = self._optimizer.step(lr_scale, is_usable=is_finite)
         if self._critic is not None:
             critic_norm = self._critic.step(lr_scale, is_usable=math.isfinite(norm))
