@@ -291,7 +291,7 @@ class _WorkerActor:
 
     async def play(
         self, request: EpisodeRequest, pictures: Sequence[bytes] = ()
-    ) -> tuple[str, list[bytes]] | GymError:
+    ) -> tuple[bytes, list[bytes]] | GymError:
         """Return the packed trajectory, and those of its images that were not sent before."""
         assert self._episode_runner is not None
         for png in pictures:

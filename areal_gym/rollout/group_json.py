@@ -9,6 +9,7 @@ writing digits.
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields, replace
 from operator import attrgetter
@@ -62,56 +63,55 @@ def unpack_trajectory(row: Mapping[str, Any], task: Task) -> Trajectory:
     return replace(_unpack(row, {"id": task.id, "data": {}}), task=task)
 
 
-class _Base64(str):
+class _Base64(bytes):
     """Marks a text that needs no escaping in JSON, so that its characters are not examined."""
 
     __slots__ = ()
 
 
-def dump_row(row: Mapping[str, Any]) -> str:
+def dump_row(row: Mapping[str, Any]) -> bytes:
     """Return an object as one line of JSON.
 
     List items, and the lists of objects in them, are encoded one by one. The encoder holds the
     interpreter's lock during a call: a group of long trajectories in one call would stall the
     event loop.
     """
-    return "".join(_texts(row))
+    return b"".join(_pieces(row))
 
 
-def _texts(row: Mapping[str, Any]) -> Iterator[str]:
-    encode = _ENCODER.encode
-    yield "{"
+def _pieces(row: Mapping[str, Any]) -> Iterator[bytes]:
+    yield b"{"
     for number, (key, value) in enumerate(row.items()):
-        yield f"{',' if number else ''}{encode(key)}:"
+        yield b"%b%b:" % (b"," if number else b"", _encoded(key))
         if type(value) is list:
-            yield "["
+            yield b"["
             for place, item in enumerate(value):
                 if place:
-                    yield ","
+                    yield b","
                 if type(item) is dict and any(type(part) is _Base64 for part in item.values()):
-                    yield from _texts(item)
+                    yield from _pieces(item)
                 else:
-                    yield encode(item)
-            yield "]"
+                    yield _encoded(item)
+            yield b"]"
         elif type(value) is _Base64:
-            yield f'"{value}"'
+            yield from (b'"', value, b'"')
         elif type(value) is dict and all(type(name) is str for name in value):
-            yield from _texts(value)
+            yield from _pieces(value)
         else:
-            yield encode(value)
-    yield "}"
+            yield _encoded(value)
+    yield b"}"
 
 
 def _pack(trajectory: Trajectory, task: Task) -> dict[str, Any]:
     spans = trajectory.spans
     row = dict(zip(_PLAIN, _plain_of(trajectory), strict=True))
     row["turns"] = [_turn_of(turn) for turn in trajectory.turns]
-    row["token_ids"] = _Base64(Ints.joined(span.token_ids for span in spans).to_text())
+    row["token_ids"] = _Base64(b64encode(Ints.joined(span.token_ids for span in spans).raw))
     sampled = [span for span in spans if span.origin == "policy"]
     for name in _FLOATS:
         columns = [getattr(span, name) for span in sampled]
         if None not in columns:
-            row[name] = _Base64(Floats.joined(columns).to_text())
+            row[name] = _Base64(b64encode(Floats.joined(columns).raw))
     row["spans"] = [(len(span), *_span_values(span, row.keys())) for span in spans]
     for name in _RECORDS:
         records = [getattr(span, name) for span in spans]
@@ -161,6 +161,10 @@ def _spans(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 first, starts[name] = starts[name], starts[name] + length
                 span[name] = column[first : starts[name]]
         yield span
+
+
+def _encoded(value: Any) -> bytes:
+    return _ENCODER.encode(value).encode("ascii")
 
 
 def _plain(value: Any) -> Any:

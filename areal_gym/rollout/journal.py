@@ -145,7 +145,7 @@ class Journal:
     # ---- inside -------------------------------------------------------------------------------
 
     def _record(self, index: int | None, row: Mapping[str, Any]) -> None:
-        self._append(index, dump_row(row).encode("ascii") + b"\n")
+        self._append(index, dump_row(row) + b"\n")
 
     def _append(self, index: int | None, line: bytes) -> None:
         try:

@@ -150,7 +150,7 @@ def test_the_journal_keeps_pictures_by_hash(renderer, tmp_path):
         group = Group(id="g", task=played.task, trajectories=(played,))
         row = dump_row(pack_group(group))
         assert unpack_group(json.loads(row)) == group
-        assert '"images"' in row
+        assert b'"images"' in row
         assert len(row) < 6000, "no pixels"
 
 
