@@ -31,12 +31,18 @@ STARTER_DEFAULTS: Mapping[str, Any] = {
 
 STARTER_DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     "shapes": {
-        "rollout": {"group_size": 16, "batch_groups": 24, "max_in_flight": 384},
-        "trainer": {"lr": 6e-4, "muon_lr": 6e-3, "lr_schedule": {"id": "linear"}},
+        "rollout": {
+            "group_size": 16,
+            "batch_groups": 24,
+            "max_in_flight": 384,
+            "max_staleness": 1,
+        },
+        "trainer": {"lr": 9e-4, "muon_lr": 9e-3, "lr_schedule": {"id": "linear"}},
     },
 }
 """Further ones by environment. An answer in `shapes` is one token, of which a batch needs many; a
-rate that falls to zero averages over their noise at the end."""
+rate that falls to zero averages over their noise at the end. Its pictures make training as long as
+sampling, so that one version of staleness, which does both at once, saves a third of the time."""
 
 _STARTER_LORA = {"optimizer": "adamw", "lr": 3e-3}
 """The trainer's defaults if the starter policy has an adapter, for which Muon is not suitable."""
@@ -56,7 +62,9 @@ def on_starter_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     env_id = env.get("id") if isinstance(env, Mapping) else None
     own_defaults = STARTER_DEFAULTS_OF.get(str(env_id), {})
     adapter_defaults = {"trainer": _STARTER_LORA} if has_adapter else {}
-    return merged(STARTER_DEFAULTS, own_defaults, adapter_defaults, tree)
+    # Deterministic runs are synchronous.
+    run_defaults = {"rollout": {"max_staleness": 0}} if tree.get("deterministic") else {}
+    return merged(STARTER_DEFAULTS, own_defaults, adapter_defaults, run_defaults, tree)
 
 
 def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:

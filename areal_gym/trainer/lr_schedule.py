@@ -1,11 +1,13 @@
-"""Factors of all learning rates: the schedule over steps, and the staleness of a batch."""
+"""Factors of all learning rates: the schedule, a batch's staleness, the share that teaches."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
+from areal_gym.trainer.batch.experience import TokenBatch
 
 _MAX_DRIFT = 0.01
 """Nats a token: policies that have drifted further from the one that sampled take shorter steps.
@@ -61,6 +63,33 @@ def stale_factor(config: TrainerConfig, staleness: float, num_updates: int) -> f
     itself; the root damps old batches less (docs/asynchrony.md).
     """
     return 1 / math.sqrt(1 + config.staleness_damping * staleness * (num_updates - 1))
+
+
+def teaching_factor(config: TrainerConfig, columns: TokenBatch, members: Sequence[int]) -> float:
+    """Return the factor of the learning rates for rows of which only some have an advantage.
+
+    sqrt(rows with an advantage / rows) with Muon, 1 with the other optimizers
+
+    The better a policy is, the more groups have equal rewards, and therefore no gradient (Yu et al.
+    2025, "DAPO", 3.2). Muon's steps have one length whatever the gradient's: a few rows move the
+    policy as far as a whole batch does. The root is the rule for batch sizes of optimizers that
+    normalise (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient
+    Algorithms"). AdamW divides by the size of earlier gradients, which were larger, so its steps
+    get shorter by themselves.
+
+    The factor is 1 where every row teaches without an advantage, by an entropy bonus or a KL
+    penalty, and where no row has one.
+
+    Args:
+        config: the trainer's settings.
+        columns: the batch, with advantages.
+        members: the indexes of the update's rows.
+    """
+    if config.optimizer != "muon" or config.entropy_bonus > 0 or config.kl.coefficient > 0:
+        return 1.0
+    advantages = (columns.take("advantages", [i]) for i in members)
+    num_teaching = sum(bool((row_T != 0).any()) for row_T in advantages)
+    return math.sqrt(num_teaching / len(members)) if num_teaching else 1.0
 
 
 class DriftDamping:

@@ -56,17 +56,19 @@ class Optimizer:
     def step(self, scale: float = 1.0, *, is_usable: bool = True) -> float:
         """Apply the gradients with learning rates times `scale`; return the gradient's norm.
 
-        If the norm is not finite or the gradients are not usable, they are only cleared.
+        If the norm is not finite or the gradients are not usable, they are only cleared. Muon does
+        not step on gradients of zero: the momentum alone would make it a whole step.
         """
         norm = clip_gradients(self._parameters, self._max_grad_norm, self._ranks)
-        for optimizer in self._optimizers.values():
+        for kind, optimizer in self._optimizers.items():
             for group in optimizer.param_groups:
                 rate = group["initial_lr"] * scale
                 if isinstance(group["lr"], Tensor):  # compiled code reads this tensor
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
-            if is_usable and math.isfinite(norm):
+            has_gradient = norm > 0 or kind != "muon"
+            if is_usable and math.isfinite(norm) and has_gradient:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return norm

@@ -52,7 +52,7 @@ from areal_gym.trainer.batch_pass import pick_tokens
 from areal_gym.trainer.chunked_logprobs import TokenScores
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.lora import adapter_weights
-from areal_gym.trainer.lr_schedule import DriftDamping, stale_factor
+from areal_gym.trainer.lr_schedule import DriftDamping, stale_factor, teaching_factor
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.out_of_memory import readable_memory_errors
 from areal_gym.trainer.parallel.fsdp import autocast, reducing_once
@@ -346,6 +346,8 @@ class Trainer(PolicyTrainer):
         is_finite = math.isfinite(sums["loss"])
         damping = self._drift_damping.factor(sums["drift"], step.staleness, step.num_updates)
         lr_scale = step.lr_scale * damping
+        if self._divergence is None:
+            lr_scale *= teaching_factor(self.config, step.columns, members)
         step.lr_scales.append(lr_scale)
         norm = self._optimizer.step(lr_scale, is_usable=is_finite)
         if self._critic is not None:

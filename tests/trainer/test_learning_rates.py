@@ -1,4 +1,5 @@
 import math
+import random
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from areal_gym.trainer.lr_schedule import DriftDamping, lr_factor, stale_factor
 from areal_gym.trainer.objectives.supervised import Sft, Supervised
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.trainer import Trainer
-from tests._support.tiny_training import batch, honest_logprobs, tiny_decoder
+from areal_gym.types import Group, Task
+from tests._support.tiny_training import batch, honest_logprobs, tiny_decoder, trajectory
 
 
 def settings_of(schedule, warmup=0, **settings):
@@ -170,6 +172,58 @@ def test_a_trainer_lowers_the_rate_of_a_single_update_that_has_drifted():
     assert stale["train/lr"] == pytest.approx(1e-3 / 4)
     assert moved_by_stale == pytest.approx(moved / 4, rel=0.2)
     assert first_step(3, minibatches=1, staleness_damping=0)[0]["train/lr"] == 1e-3
+
+
+# ---- rows without an advantage ------------------------------------------------------------------
+
+
+def groups_of(*rewards):
+    rng = random.Random(3)
+    return [
+        Group(
+            id=str(i),
+            task=Task(id="x", data={}),
+            trajectories=tuple(trajectory(rng, (1, 2, i), reward=r) for r in rewards_G),
+        )
+        for i, rewards_G in enumerate(rewards)
+    ]
+
+
+MIXED, SOLVED = (0.0, 0.1), (0.1, 0.1)
+
+
+def rate_of(*rewards, **settings):
+    config = TrainerConfig(**{"lr": 1e-3, "optimizer": "muon"} | settings)
+    trainer = Trainer(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    return trainer.step(groups_of(*rewards), version=0)["train/lr"]
+
+
+def test_muons_rate_is_the_root_of_the_share_of_rows_with_an_advantage():
+    assert rate_of(MIXED, MIXED) == 1e-3
+    assert rate_of(MIXED, SOLVED) == pytest.approx(1e-3 * math.sqrt(1 / 2))
+    assert rate_of(SOLVED, MIXED, SOLVED, SOLVED) == pytest.approx(1e-3 / 2)
+    # Each update has its own share: one teaches everywhere, and one in a quarter of its rows.
+    by_update = rate_of(MIXED, SOLVED, SOLVED, SOLVED, minibatches=4)
+    assert by_update == 1e-3, "updates without an advantage have no gradient"
+    assert rate_of(MIXED, SOLVED, optimizer="adamw") == 1e-3
+    assert rate_of(MIXED, SOLVED, entropy_bonus=0.01) == 1e-3
+
+
+def test_muon_stands_still_without_a_gradient():
+    """Else the momentum of earlier batches would make it a whole step."""
+    config = TrainerConfig(optimizer="muon", minibatches=1)
+    trainer = Trainer(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    matrix = trainer.decoder.model.layers[0].mlp.up_proj.weight
+    before = matrix.detach().clone()
+    trainer.step(groups_of(MIXED, SOLVED), version=0)
+    taught = matrix.detach().clone()
+    assert not torch.equal(taught, before)
+    metrics = trainer.step(groups_of(SOLVED, SOLVED), version=0)
+    assert metrics["train/grad_norm"] == 0
+    assert metrics["train/skipped_updates"] == 0
+    assert torch.equal(matrix, taught)
+    trainer.step(groups_of(SOLVED, MIXED), version=0)
+    assert not torch.equal(matrix, taught)
 
 
 # ---- groups -------------------------------------------------------------------------------------
