@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_gym.cli.options import common_options
+from areal_gym.cli.options import Options, common_options
 from areal_gym.cli.output import print_data, talk
 from areal_gym.cli.own_task import env_with_arguments
 from areal_gym.errors import UsageError, choices, did_you_mean
+from areal_gym.message_types import images_of
 from areal_gym.plugins import registry
 from areal_gym.types import Message, ToolCall, readable
 from areal_gym.utils.markup import counted, visible
@@ -145,7 +146,13 @@ def _print_tools(env: TextEnv) -> None:
 
 
 def _print_message(message: Message) -> None:
-    print_data(visible(f"[{message['role']}] {readable(message['content'])}"))
+    content = message["content"]
+    print_data(visible(f"[{message['role']}] {readable(content)}"))
+    if pictures := images_of(content):
+        from areal_gym.cli.terminal_pictures import print_pictures
+
+        options = click.get_current_context().ensure_object(Options)
+        print_pictures(pictures, is_plain=options.is_plain)
 
 
 def _print_step(env: TextEnv, result: StepResult) -> None:
