@@ -37,7 +37,8 @@ STARTER_DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
             "max_in_flight": 384,
             "max_staleness": 1,
         },
-        "trainer": {"lr": 9e-4, "muon_lr": 9e-3, "lr_schedule": {"id": "linear"}},
+        "trainer": {"lr": 6e-4, "muon_lr": 6e-3, "lr_schedule": {"id": "linear"}},
+        "steps": 75,
     },
 }
 """Further ones by environment. An answer in `shapes` is one token, of which a batch needs many; a

@@ -20,7 +20,7 @@ from tests._support.small_vision_starter import SmallVisionRecipe
 SETTINGS = (
     *("steps=8", "rollout.group_size=8", "rollout.batch_groups=8", "rollout.max_in_flight=64"),
     *("rollout.max_new_tokens=4", "eval.num_tasks=64", "eval.every=8", "deterministic=true"),
-    *("trainer.lr=3e-4", "trainer.muon_lr=3e-3", "trainer.lr_schedule=constant"),
+    *("trainer.lr=6e-4", "trainer.muon_lr=6e-3", "trainer.lr_schedule=constant"),
 )
 
 
