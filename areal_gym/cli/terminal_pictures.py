@@ -1,4 +1,4 @@
-"""Pictures in a terminal: each character cell shows two pixels, one above the other."""
+"""Draws pictures in a terminal: each character cell shows two pixels, one above the other."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ STARTER_DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Further ones by environment. An answer in `shapes` is one token, of which a batch needs many; a
-rate that falls to zero averages over their noise at the end. Its pictures make training as long as
-sampling, so that one version of staleness, which does both at once, saves a third of the time."""
+rate that falls to zero averages over their noise at the end. Training on
+pictures takes as long as sampling, and one version of staleness lets both go on at once."""
 
 _STARTER_LORA = {"optimizer": "adamw", "lr": 3e-3}
 """The trainer's defaults if the starter policy has an adapter, for which Muon is not suitable."""

@@ -1,4 +1,4 @@
-"""Factors of all learning rates: the schedule, a batch's staleness, the share that teaches."""
+"""Factors of all learning rates: schedule, staleness, drift, and the share of rows that teach."""
 
 from __future__ import annotations
 

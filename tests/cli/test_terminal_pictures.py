@@ -1,4 +1,4 @@
-"""What a person sees of pictures in a terminal."""
+"""These tests check how pictures look in a terminal, and that `play` names their files."""
 
 import io
 from pathlib import Path
