@@ -1,6 +1,8 @@
 """The code that runs a checkpoint: by architecture, by the settings, or its own if trusted."""
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -124,3 +126,11 @@ def test_versions_of_transformers_are_those_of_the_package():
     for version in ("4.57.6", f"{major}.{minor - 1}.9", f"{major + 1}.0.0"):
         with pytest.raises(ConfigError, match=f"transformers {version} is installed; models"):
             require_supported(version)
+
+
+def test_loading_the_models_of_transformers_writes_nothing_into_a_terminal():
+    """transformers imports torchao where it is installed, and torchao warns of its kernels."""
+    pytest.importorskip("torchao")
+    code = "import areal_gym.models.hf.hf_loading"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
