@@ -14,12 +14,13 @@ WIDTH, HEIGHT = 340, 190
 COLORS = ("#4a80d6", "#d2742c", "#3b9c68", "#b85aa0", "#9a8722", "#2b9aa3")
 """Readable on white and on black."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 44, 22
+_LEGEND_ROW = 14
 
 
 def draw(chart: Chart, *, ink: str = "currentColor", x: int = 0, y: int = 0) -> str:
     """Draw a chart as an `svg` element of WIDTH by HEIGHT, at a place in a larger picture.
 
-    `ink` is the color of texts and axes.
+    `ink` is the color of texts and axes. A legend of several rows makes the plot lower.
     """
     bounds = [bound for line in chart.lines for pair in line.bounds for bound in pair or ()]
     values = [v for line in chart.lines for v in line.values if _is_number(v)] + bounds
@@ -27,12 +28,14 @@ def draw(chart: Chart, *, ink: str = "currentColor", x: int = 0, y: int = 0) -> 
     ticks = _ticks(min([0.0, *values]), max(values))
     low, high = min([0.0, *values]), max(max(values), ticks[-1])
     first, last = min(steps), max(max(steps), min(steps) + 1)
+    legend = _legend(chart.lines)
+    top = _TOP + legend[-1][2] if legend else _TOP
 
     def across(step: float) -> float:
         return _LEFT + (step - first) / (last - first) * (WIDTH - _LEFT - _RIGHT)
 
     def up(value: float) -> float:
-        return HEIGHT - _BOTTOM - (value - low) / (high - low) * (HEIGHT - _BOTTOM - _TOP)
+        return HEIGHT - _BOTTOM - (value - low) / (high - low) * (HEIGHT - _BOTTOM - top)
 
     unit = f" ({chart.unit})" if chart.unit else ""
     parts = [
@@ -48,18 +51,32 @@ def draw(chart: Chart, *, ink: str = "currentColor", x: int = 0, y: int = 0) -> 
             f'<text x="{across(step):.1f}" y="{HEIGHT - 7}" text-anchor="{anchor}" '
             f'fill-opacity="0.6" font-size="10">{step}</text>'
         )
-    legend_x = 4.0
-    for i, line in enumerate(chart.lines):
+    for i, (line, (text, left, down)) in enumerate(zip(chart.lines, legend, strict=True)):
         color = COLORS[i % len(COLORS)]
-        newest = next((value for value in reversed(line.values) if _is_number(value)), None)
-        text = f"{line.name} {number(newest)}"
         parts += [
-            f'<rect x="{legend_x:.0f}" y="25" width="10" height="3" fill="{color}"/>',
-            f'<text x="{legend_x + 14:.0f}" y="30" fill-opacity="0.8">{escape(text)}</text>',
+            f'<rect x="{left:.0f}" y="{25 + down}" width="10" height="3" fill="{color}"/>',
+            f'<text x="{left + 14:.0f}" y="{30 + down}" fill-opacity="0.8">{escape(text)}</text>',
             *_marks(line, color, across, up),
         ]
-        legend_x += 26 + 6.2 * len(text)
     return "".join([*parts, "</svg>"])
+
+
+def _legend(lines: Sequence[Line]) -> list[tuple[str, float, int]]:
+    """Return each line's entry, with its left edge and its distance from the first row, in pixels.
+
+    A text's width is estimated from its length.
+    """
+    entries: list[tuple[str, float, int]] = []
+    left, down = 4.0, 0
+    for line in lines:
+        newest = next((value for value in reversed(line.values) if _is_number(value)), None)
+        text = f"{line.name} {number(newest)}"
+        width = 14 + 6.2 * len(text)
+        if entries and left + width > WIDTH:
+            left, down = 4.0, down + _LEGEND_ROW
+        entries.append((text, left, down))
+        left += width + 12
+    return entries
 
 
 def _tick(value: float, y: float, ink: str) -> str:

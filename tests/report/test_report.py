@@ -11,7 +11,7 @@ from areal_gym.cli.app import run as run_program
 from areal_gym.errors import UsageError
 from areal_gym.report import collect, keep_report, write_report
 from areal_gym.report.chart_table import Chart, Line
-from areal_gym.report.charts import draw
+from areal_gym.report.charts import WIDTH, draw
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.utils.markup import number, visible
 from tests._support.run_dirs import add_step, make_run, trajectory
@@ -158,6 +158,19 @@ def test_chart_line_breaks_at_missing_values():
     checked(picture)
     assert len(re.findall("M", re.search(r'path d="([^"]*)"', picture)[1])) == 2
     assert "a &lt; b" in picture
+
+
+def test_a_legend_that_is_too_long_for_a_row_goes_on_in_the_next():
+    names = ["agent error", "cancelled", "engine error", "reward error", "task error"]
+    lines = [Line(name=name, steps=[1, 2], values=[0, 1]) for name in names]
+    picture = draw(Chart(title="Failures", unit="episodes", lines=lines))
+    texts = re.findall(r'<text x="(\d+)" y="(\d+)" fill-opacity="0.8">([^<]+)', picture)
+    assert [text.rpartition(" ")[0] for *_, text in texts] == names
+    assert max(int(left) + 6 * len(text) for left, _, text in texts) < WIDTH
+    lowest = max(int(y) for _, y, _ in texts)
+    assert lowest > 30
+    highest_mark = min(float(y) for y in re.findall(r"[ML][\d.]+,([\d.]+)", picture))
+    assert highest_mark > lowest
 
 
 @pytest.mark.parametrize("values", [[0.0], [5.0, 5.0], [-3.0, -1.0], [1e-12, 2e-12], [1e9, 2e9]])
