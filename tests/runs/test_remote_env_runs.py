@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import areal_gym
 from areal_gym.cli.app import run
+from areal_gym.errors import UsageError
+from areal_gym.images import image_store, use_image_store
+from areal_gym.images.reading import ImageLimits, image_limits, set_image_limits
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 
 SMALL = [
@@ -129,3 +133,38 @@ def test_public_env_server_generates_a_token():
 
 
 pytestmark = pytest.mark.slow
+
+
+def shown(env):
+    (picture, _) = env.messages[-1]["content"]
+    return image_store().read(picture["sha256"]), (picture["width"], picture["height"])
+
+
+def test_pictures_of_a_served_environment_are_read_here(tmp_path):
+    local = areal_gym.make("shapes", level=4)
+    with use_image_store(tmp_path / "local"):
+        local.reset(seed=3)
+        expected = [shown(local)]
+        first_answer = local.gold_action()
+        local.step(first_answer)
+        expected.append(shown(local))
+    with served("shapes", "level=4") as server, use_image_store(tmp_path / "there") as store:
+        env = areal_gym.make(f"remote:{server['url']}")
+        env.reset(seed=3)
+        received = [shown(env)]
+        env.step(first_answer)
+        received.append(shown(env))
+        assert received == expected
+        assert len(list(store)) == 2
+        before = image_limits()
+        set_image_limits(ImageLimits(max_pixels=32 * 32))
+        try:
+            with use_image_store(tmp_path / "scaled"):
+                env.reset(seed=3)
+                assert shown(env)[1] == (32, 32)
+        finally:
+            set_image_limits(before)
+        for name in ("..%2Fconfig.yaml", "0" * 64):
+            with pytest.raises(UsageError):
+                env._ask_now(f"/v1/images/{name}")
+        env.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,7 @@ from areal_gym.envs.server.wire_format import (
     step_body,
 )
 from areal_gym.errors import EnvError, GymError, InfrastructureError, UsageError
+from areal_gym.images import image_store
 from areal_gym.utils.http_servers.addresses import (
     host_name,
     http_address,
@@ -97,6 +99,7 @@ class EnvServer:
                 web.get(f"{session}/gold", self._gold),
                 web.get(f"{session}/noop", self._noop),
                 web.delete(session, self._close),
+                web.get("/v1/images/{sha256}", self._image),
             ]
         )
         self._site = HttpSite(app, limits=self._limits)
@@ -179,6 +182,13 @@ class EnvServer:
     async def _close(self, request: web.Request) -> web.Response:
         await self.sessions.close(request.match_info["session"])
         return web.json_response({})
+
+    async def _image(self, request: web.Request) -> web.Response:
+        """Answer with a picture that a message has named: who does not know its hash has none."""
+        store, sha256 = image_store(), request.match_info["sha256"]
+        if sha256 not in store:
+            raise UsageError(f"the picture {sha256[:12]} is not here")
+        return web.json_response({"png": base64.b64encode(store.read(sha256)).decode()})
 
     def _session(self, request: web.Request) -> Session:
         session = self.sessions.get(request.match_info["session"])

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -23,8 +24,10 @@ from areal_gym.envs.server.wire_format import (
 )
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EnvUnreachableError, UsageError
+from areal_gym.images import image_limits, image_store
+from areal_gym.images.reading import decode_base64
 from areal_gym.tasks import asked_for
-from areal_gym.types import Message, Task
+from areal_gym.types import ImagePart, Message, Task
 from areal_gym.utils.per_loop import PerLoop
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "AREAL_GYM_ENV_TOKEN"
 
+_LARGEST_PNG = 64 * 2**20
 _QUICK_S = 30.0
 """Time limit for answers that run no code of the environment."""
 
@@ -109,6 +113,7 @@ class RemoteEnv(TextEnv):
         if self._first["hash"] != self._card["hash"]:
             _cards.pop(self._card_key, None)
             raise EnvError(f"{self.url} serves another environment than it did before")
+        self._first["messages"] = await self._with_pictures(self._first["messages"])
 
     def num_tasks(self, split: str) -> int | None:
         """Return the server's number of tasks."""
@@ -127,7 +132,7 @@ class RemoteEnv(TextEnv):
         """Play the turn on the server."""
         step = await self._ask(f"{self._path}/step", {"turn": self.num_turns, "message": message})
         return Response(
-            messages=step["messages"],
+            messages=await self._with_pictures(step["messages"]),
             reward=step["reward"],
             reward_parts=step["reward_parts"],
             is_terminated=step["terminated"],
@@ -159,6 +164,34 @@ class RemoteEnv(TextEnv):
         return f"/v1/sessions/{self._session}"
 
     # ---- HTTP ----------------------------------------------------------------------------------
+
+    async def _with_pictures(self, messages: list[Message]) -> list[Message]:
+        """Return the server's messages with their pictures in the store of this process."""
+        return [
+            message
+            if isinstance(message["content"], str)
+            else {
+                **message,
+                "content": [
+                    await self._picture(part) if part["type"] == "image" else part
+                    for part in message["content"]
+                ],
+            }
+            for message in messages
+        ]
+
+    async def _picture(self, part: ImagePart) -> ImagePart:
+        """Return a picture of the server, read as any from outside is: scaled by our own limits."""
+        store, sha256 = image_store(), part["sha256"]
+        if sha256 in store:
+            return part
+        answer = await self._ask(f"/v1/images/{sha256}", method="GET", timeout_s=_QUICK_S)
+        try:
+            raw = decode_base64(str(answer.get("png")))
+            # It is a PNG by now, which may be larger than the file was that the server has read.
+            return store.add(raw, limits=replace(image_limits(), max_bytes=_LARGEST_PNG))
+        except UsageError as error:
+            raise EnvError(f"a picture of {self.url} is refused: {error}") from None
 
     async def _ask(
         self, path: str, body: Any = None, *, method: str = "POST", timeout_s: float | None = None

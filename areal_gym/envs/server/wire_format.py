@@ -7,6 +7,7 @@
     GET    /v1/sessions/{session}/noop      -> {action}
     GET    /v1/sessions/{session}/gold      -> {action}, for who sends the server's owner key
     DELETE /v1/sessions/{session}
+    GET    /v1/images/{sha256}              -> {png}, in base64: a picture that a message names
 
 What fails is `{"error": {"kind", "message", "hints"}}`; the kinds are in `ERRORS`.
 """
