@@ -9,7 +9,7 @@ from typing import Protocol
 from areal_gym.envs.judging import JudgingBoundary, is_caused_by_output
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import ToolError
-from areal_gym.types import ToolCall
+from areal_gym.types import Content, ToolCall
 
 
 class ToolUser(Protocol):
@@ -24,8 +24,8 @@ class ToolUser(Protocol):
         """Return the boundary that counts errors."""
 
 
-async def run_call(env: ToolUser, call: ToolCall) -> tuple[str, bool]:
-    """Run one call; return the text for the policy, and whether it is an error."""
+async def run_call(env: ToolUser, call: ToolCall) -> tuple[Content, bool]:
+    """Run one call; return what the policy reads, and whether it is an error."""
     env.num_tool_calls += 1
     name = call["function"]["name"]
     tools = {tool.name: tool for tool in env.tools}

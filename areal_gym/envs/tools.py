@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_gym.errors import ToolError, UsageError
+from areal_gym.message_types import Content
 
 __all__ = ["Tool", "tool"]
 
@@ -45,7 +46,7 @@ class Tool:
     description: str
     parameters: Mapping[str, Any]
     """JSON schema of the arguments object."""
-    function: Callable[..., str | Awaitable[str]] | None = None
+    function: Callable[..., Content | Awaitable[Content]] | None = None
     """None for a tool whose calls the environment answers by itself."""
     is_method: bool = False
     """Whether the function takes `self`: `bound_to` gives it an object."""
@@ -65,7 +66,7 @@ class Tool:
         function = {"name": self.name, "description": self.description}
         return {"type": "function", "function": {**function, "parameters": dict(self.parameters)}}
 
-    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+    async def __call__(self, arguments: Mapping[str, Any]) -> Content:
         """Check the arguments' names and outermost types, and call the function.
 
         Wrong arguments, and what the tool objects to, are a ToolError, which is told to the model.
@@ -103,7 +104,7 @@ class Tool:
             raise ToolError(f"{self.name} takes ({', '.join(properties)}); {'; '.join(problems)}")
 
 
-_Function = Callable[..., str | Awaitable[str]]
+_Function = Callable[..., Content | Awaitable[Content]]
 
 
 @typing.overload
@@ -142,10 +143,10 @@ def tool(
     )
 
 
-def _on_thread(function: Callable[..., Any]) -> Callable[..., Awaitable[str]]:
+def _on_thread(function: Callable[..., Any]) -> Callable[..., Awaitable[Content]]:
     @functools.wraps(function)
-    async def call(*instance: Any, **arguments: Any) -> str:
-        answer: Future[str] = Future()
+    async def call(*instance: Any, **arguments: Any) -> Content:
+        answer: Future[Content] = Future()
         answer.set_running_or_notify_cancel()  # a caller that stops waiting does not undo the call
 
         def work() -> None:

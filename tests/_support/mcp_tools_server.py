@@ -1,7 +1,10 @@
 """An MCP server of the official SDK: `python -m tests._support.mcp_tools_server`."""
 
+import io
+
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.utilities.types import Image
+from PIL import Image as PillowImage
 
 server = MCPServer("tools")
 
@@ -28,6 +31,14 @@ def write(letter: str, count: int) -> str:
 def draw() -> list:
     """Return an image and a text."""
     return [Image(data=b"\x89PNG", format="png"), "beside it"]
+
+
+@server.tool()
+def photograph(width: int, format: str = "png") -> list:
+    """Return an image of a red sheet, one pixel high, and a text."""
+    out = io.BytesIO()
+    PillowImage.new("RGB", (width, 1), "red").save(out, "PNG")
+    return [Image(data=out.getvalue(), format=format), "beside it"]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from areal_gym.envs.checker.env_under_test import RuleViolation, subject_of
 from areal_gym.envs.checker.given_servers import check_mcp_servers
 from areal_gym.envs.server.env_sessions import Sessions
 from areal_gym.errors import ConfigError, EnvError, EnvUnreachableError, UsageError
+from areal_gym.images import image_store, use_image_store
+from areal_gym.message_types import text_of
 from tests import _support
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
@@ -64,7 +66,7 @@ def say(env, tool, **arguments):
 
 def test_environment_without_tools_is_played_with_those_of_a_server(countdown):
     names = [tool.name for tool in countdown.tools]
-    assert names == ["add", "draw", "fail", "write"]
+    assert names == ["add", "draw", "fail", "photograph", "write"]
     (add,) = [tool for tool in countdown.tools if tool.name == "add"]
     assert add.description == "Add two whole numbers."
     assert add.parameters["required"] == ["a", "b"]
@@ -93,6 +95,23 @@ def test_output_is_cut_at_8_kb_of_text(countdown):
     kept, _, rest = text.partition("...")
     assert (len(kept.encode()), rest) == (8192, f" ({20_000 - 8192} more bytes)")
     assert say(countdown, "draw") == "[image: not shown]\nbeside it"
+
+
+def test_images_of_results_are_shown_where_the_settings_say_so(tmp_path):
+    tools = server(file="mcp_tools_server.py", shared=True, images=True)
+    env = areal_gym.make("countdown", mcp_servers=[tools])
+    with use_image_store(tmp_path):
+        env.reset(seed=3)
+        say(env, "photograph", width=40)
+        picture, *texts = env.messages[-1]["content"]
+        assert (picture["type"], picture["width"]) == ("image", 40)
+        assert picture["sha256"] in image_store()
+        assert text_of(texts) == "\nbeside it"
+        assert say(env, "draw").startswith("[image: a picture cannot be read (")
+        assert "at most 4,194,304 pixels" in say(env, "photograph", width=5_000_000)
+        called = say(env, "photograph", width=4, format="webp")
+        assert "called image/webp, but its bytes are image/png" in called
+    env.close()
 
 
 def test_each_episode_has_a_server_of_its_own_unless_it_is_shared():

@@ -18,6 +18,9 @@ from typing import IO, TYPE_CHECKING, Any
 from areal_gym.envs.mcp_tools.place_streams import place_streams
 from areal_gym.envs.mcp_tools.server_settings import McpServerSettings
 from areal_gym.errors import EnvError, EnvUnreachableError, EpisodeError, ToolError, UsageError
+from areal_gym.images import image_store
+from areal_gym.images.reading import decode_base64
+from areal_gym.message_types import Content, joined_content, map_text, text_of
 from areal_gym.places.base import Place
 
 if TYPE_CHECKING:
@@ -78,8 +81,8 @@ class McpConnection:
                 opened.cancel()
                 await self.aclose()
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool and return its output as text, cut at 8 kB.
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Content:
+        """Call a tool and return its output: texts, cut at 8 kB, and images if they are asked for.
 
         Raises:
             ToolError: the server objects to the call, or its time is over.
@@ -106,10 +109,10 @@ class McpConnection:
                 await asyncio.wait({calling})
             elif not calling.cancelled():
                 calling.exception()  # it may have ended after the server was lost
-        text = _cut(_text_of(result), MAX_OUTPUT_BYTES)
+        content = _cut_content(_content_of(result, self.settings.images), MAX_OUTPUT_BYTES)
         if result.is_error:
-            raise ToolError(text or f"{name} failed")
-        return text
+            raise ToolError(text_of(content) or f"{name} failed")
+        return content
 
     async def aclose(self) -> None:
         """Leave the server; a command is ended. May be called twice, and from another loop."""
@@ -290,14 +293,36 @@ def _require_json(arguments: Mapping[str, Any]) -> None:
         raise ToolError(f"the arguments are not JSON: {error}") from None
 
 
-def _text_of(result: types.CallToolResult) -> str:
-    parts = [
-        block.text if block.type == "text" else f"[{block.type}: not shown]"
-        for block in result.content
-    ]
+def _content_of(result: types.CallToolResult, has_images: bool) -> Content:
+    parts = [_part(block, has_images) for block in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content)]
-    return "\n".join(parts)
+    return joined_content(parts, "\n")
+
+
+def _part(block: types.ContentBlock, has_images: bool) -> Content:
+    if block.type == "text":
+        return block.text
+    if block.type == "image" and has_images:
+        try:
+            raw = decode_base64(block.data)
+            return [image_store().add(raw, media_type=block.mime_type.lower())]
+        except UsageError as error:
+            return f"[image: {error}]"
+    return f"[{block.type}: not shown]"
+
+
+def _cut_content(content: Content, limit: int) -> Content:
+    """Return the content with the first `limit` bytes of its texts."""
+    left = limit
+
+    def cut(text: str) -> str:
+        nonlocal left
+        kept = _cut(text, left)
+        left = max(0, left - len(text.encode("utf-8", "replace")))
+        return kept
+
+    return map_text(content, cut)
 
 
 def _cut(text: str, limit: int) -> str:

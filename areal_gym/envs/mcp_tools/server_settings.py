@@ -32,6 +32,8 @@ class McpServerSettings(BaseModel):
     """Headers of requests; each value has a `${NAME}`, so that no secret is in the settings."""
     shared: bool = False
     """Whether all episodes use one connection: for servers without state."""
+    images: bool = False
+    """Whether the policy is shown the images of results; one that cannot see needs false."""
     where: Literal["walls", "host"] = "walls"
     """Where a command runs if the environment has no place: see docs/mcp.md."""
     timeout_s: float = Field(default=60.0, gt=0)

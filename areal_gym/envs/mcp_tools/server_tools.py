@@ -12,6 +12,7 @@ from areal_gym.envs.mcp_tools.connection import McpConnection
 from areal_gym.envs.mcp_tools.server_settings import McpServerSettings
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError
+from areal_gym.message_types import Content
 from areal_gym.places.base import Place
 from areal_gym.utils.per_loop import PerLoop
 
@@ -121,7 +122,7 @@ def _tools_of(connections: Sequence[McpConnection], taken: Sequence[str]) -> tup
 
 
 def _tool(name: str, connection: McpConnection, listed: types.Tool) -> Tool:
-    async def call(**arguments: object) -> str:
+    async def call(**arguments: object) -> Content:
         return await connection.call(listed.name, arguments)
 
     server = connection.settings.name
