@@ -45,8 +45,9 @@ STARTER_DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
 rate that falls to zero averages over their noise at the end. Training on
 pictures takes as long as sampling, and one version of staleness lets both go on at once."""
 
-_STARTER_LORA = {"optimizer": "adamw", "lr": 3e-3}
-"""The trainer's defaults if the starter policy has an adapter, for which Muon is not suitable."""
+_STARTER_LORA = {"optimizer": "adamw", "lr": 3e-3, "vision": "frozen"}
+"""The trainer's defaults if the starter policy has an adapter, for which Muon is not suitable, and
+which only the language model has."""
 
 _UNCLIPPED = {"clip_low": None, "clip_high": None}
 _DISTILLATION = PRESETS["grpo"].trainer() | {"advantage": "distill", **_UNCLIPPED}

@@ -173,6 +173,12 @@ class PolicyTrainer:
         `heads` names modules that are trained beside an adapter.
         """
         if (vision := getattr(self.decoder, "vision", None)) is not None:
+            if self.config.lora is not None and self.config.vision != "frozen":
+                raise ConfigError(
+                    "trainer.lora trains an adapter of the language model and nothing else; "
+                    f"trainer.vision={self.config.vision} is not possible beside it",
+                    hints=["trainer.vision=frozen", "or train all weights: trainer.lora=null"],
+                )
             vision.set_trained(self.config.vision)
         if self.config.lora is not None:
             add_adapter(self.decoder, self.config.lora)

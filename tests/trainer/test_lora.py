@@ -24,8 +24,10 @@ from areal_gym.trainer.lora import adapter_weights, add_adapter
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.trainer.weight_sync.adapters import adapter_config
+from tests._support.picture_rows import seeing_policy
 from tests._support.plain_attention import causal_attend
 from tests._support.tiny_training import CONFIG, batch, tiny_checkpoint, tiny_decoder
+from tests._support.tiny_vision import FAMILIES
 
 SETTINGS = LoraConfig(rank=4, alpha=8.0)
 pytest.importorskip("peft", reason="pip install 'areal-gym[lora]'")
@@ -161,6 +163,20 @@ def test_worker_trains_adapters(num_ranks, tmp_path):
         theirs.close()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_leaves_the_parts_that_see_alone(family, tmp_path):
+    config = TrainerConfig(lora=SETTINGS)
+    with seeing_policy(family, tmp_path) as policy:
+        with pytest.raises(ConfigError, match="vision=full is not possible beside it"):
+            Trainer(
+                policy, config.model_copy(update={"vision": "full"}), advantage=grpo, loss=ppo_clip
+            )
+        Trainer(policy, config, advantage=grpo, loss=ppo_clip)
+    trained = [name for name, p in policy.network.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("language_model" in name and is_adapter(name) for name in trained)
+
+
 def test_publishing_a_missing_adapter_is_refused():
     plain = Trainer(tiny_decoder(), TrainerConfig(), advantage=grpo, loss=ppo_clip)
     with pytest.raises(ConfigError, match="no adapter to publish"):
@@ -171,6 +187,6 @@ def test_publishing_a_missing_adapter_is_refused():
 
 def test_an_adapter_of_the_starter_has_an_optimizer_of_its_own():
     trainer = load_config(overrides=["trainer.lora={}"]).trainer
-    assert (trainer.optimizer, trainer.lr) == ("adamw", 3e-3)
+    assert (trainer.optimizer, trainer.lr, trainer.vision) == ("adamw", 3e-3, "frozen")
     assert load_config(overrides=["trainer.lora={}", "trainer.lr=1e-3"]).trainer.lr == 1e-3
     assert load_config().trainer.optimizer == "muon"
