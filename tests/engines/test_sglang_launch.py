@@ -100,6 +100,27 @@ def test_engine_starts_restarts_and_ends_servers(tiny_policy, tmp_path):
     asyncio.run(scenario())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_server_ends_with_its_guard(tmp_path):
+    """A guard that is killed, for want of memory say, leaves no server that nothing would end."""
+
+    async def scenario():
+        stub = tmp_path / "server.py"
+        stub.write_text("import sys" + SCRIPTED)
+        server = LaunchedServer(
+            tmp_path, recipe=SGLangEngine.recipe, command=[sys.executable, str(stub)]
+        )
+        await server.start()
+        group = server.process_group
+        assert len(members_of(group)) == 2
+        os.kill(group, signal.SIGKILL)  # the guard leads the group
+        wait_until_gone(group)
+        assert not server.is_running
+        await server.aclose()
+
+    asyncio.run(scenario())
+
+
 def test_server_exit_at_start_is_an_error_with_its_last_output(tiny_policy):
     async def scenario():
         engine = SGLangEngine(

@@ -3,12 +3,14 @@
 `LaunchedServer` runs this as a script in a session of its own; it imports only the standard
 library. Standard input is a pipe from the parent. When it closes, for any reason (a close, an
 exception, Ctrl-C, kill -9), the command is ended. The command's children share this process group,
-which is killed as a whole.
+which is killed as a whole. On Linux, the command is also killed when this process is, so that no
+server outlives its guard unseen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -17,6 +19,13 @@ import threading
 
 _GRACE_S = 2.0
 """Seconds in which the command may end by itself after SIGTERM."""
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_guard() -> None:
+    """Let the kernel kill this process, the command, when its parent dies; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end(command: subprocess.Popen[bytes]) -> None:
@@ -29,7 +38,7 @@ def _end(command: subprocess.Popen[bytes]) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the command in `arguments` until it ends or standard input closes."""
-    command = subprocess.Popen(arguments, stdin=subprocess.DEVNULL)
+    command = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, preexec_fn=_end_with_guard)
     ended = threading.Event()
 
     def wait_for_command() -> None:
