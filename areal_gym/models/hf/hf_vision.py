@@ -27,6 +27,7 @@ from areal_gym.images import image_store
 from areal_gym.images.reading import pillow
 from areal_gym.message_types import ImageRef
 from areal_gym.models.flat_batch import PackedBatch
+from areal_gym.models.hf.qwen_pixels import QwenPixels
 
 TrainedVision = Literal["frozen", "projector", "full"]
 """What is trained of the parts that see: nothing, what maps features to tokens, or all."""
@@ -95,6 +96,7 @@ class HFVision:
 
     def __init__(self, network: PreTrainedModel, processor: Any) -> None:
         self.processor = processor
+        self._qwen_pixels = QwenPixels(processor) if QwenPixels.is_known(processor) else None
         self.network = network
         config: Any = network.config
         self.reads_both_ways = config.model_type == "gemma3"
@@ -311,9 +313,12 @@ class HFVision:
             self._pixels.move_to_end(sha256)
             return self._pixels[sha256]
         with pillow().open(io.BytesIO(image_store().read(sha256))) as picture:
-            made = self.processor(images=[picture], return_tensors="pt")
-        grid = made.get("image_grid_thw")
-        pixels = self._pixels[sha256] = Pixels(made["pixel_values"], grid)
+            if self._qwen_pixels is not None:
+                pixels = Pixels(*self._qwen_pixels(picture))
+            else:
+                made = self.processor(images=[picture], return_tensors="pt")
+                pixels = Pixels(made["pixel_values"], made.get("image_grid_thw"))
+        self._pixels[sha256] = pixels
         self._num_bytes += pixels.values.nbytes
         while self._num_bytes > _CACHED_BYTES and len(self._pixels) > 1:
             _, oldest = self._pixels.popitem(last=False)
