@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areal_gym.config import RunConfig
+from areal_gym.config import RunConfig, TrainerConfig
+from areal_gym.plan.estimates import GPUS_PER_NODE
 from areal_gym.plan.run_plan import RunPlan
 from areal_gym.utils.markup import gigabytes
 
@@ -27,9 +28,19 @@ def advice(plan: RunPlan, config: RunConfig) -> Iterator[str]:
             f"a node's processes take {gigabytes(plan.host_bytes_per_node)} of its "
             f"{gigabytes(plan.node_bytes)} GB"
         )
-        if config.trainer.cpu_offload:
-            yield "weights and states on the GPUs: trainer.cpu_offload=false"
-        yield f"more ranks share the states: trainer.num_ranks={2 * plan.num_ranks}"
+        yield from _for_hosts(plan, config.trainer)
+
+
+def _for_hosts(plan: RunPlan, trainer: TrainerConfig) -> Iterator[str]:
+    if trainer.cpu_offload:
+        yield "weights and states on the GPUs: trainer.cpu_offload=false"
+    if 2 * plan.num_ranks > GPUS_PER_NODE:  # fewer would be processes of the same node
+        num_ranks = 2 * plan.num_ranks
+        yield f"more ranks, on more nodes, share the states: trainer.num_ranks={num_ranks}"
+    if trainer.lora is None:
+        if trainer.optimizer == "adamw":
+            yield "optimizer states of a quarter of the size: trainer.optimizer=adamw_8bit"
+        yield "an adapter needs hardly any states: trainer.lora={}"
 
 
 def _for_ranks(plan: RunPlan, config: RunConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from areal_gym.plan.run_plan import RunPlan
+from areal_gym.utils.markup import counted
 
 _COLORS = {
     "weights": "#4c78a8",
@@ -36,7 +37,8 @@ def picture(plan: RunPlan) -> str:
             16,
             26,
             f"{plan.num_parameters / 1e9:.2f} billion parameters on {plan.num_gpus} x {plan.gpu}: "
-            f"{plan.num_ranks} ranks, {plan.num_servers} servers of {plan.gpus_per_server}",
+            f"{counted(plan.num_ranks, 'rank')}, "
+            f"{counted(plan.num_servers, 'server')} of {plan.gpus_per_server}",
             size=15,
         ),
         _text(_LEFT, 52, f"memory of a GPU, {plan.gpu_bytes / 1e9:.0f} GB", color=_FAINT),

@@ -115,7 +115,17 @@ def test_hosts_that_are_too_small_are_said(model, areal_gym):
     done = areal_gym("plan", *words, "--node-memory", "8")
     assert done.code == 1
     assert "of its 8.0 GB" in done.err
+    assert "adamw_8bit" in done.err
+    # Eight ranks would be on the same node.
+    assert "num_ranks" not in done.err
     assert areal_gym("plan", *words, "--node-memory", "64").code == 0
+
+
+def test_more_nodes_are_named_for_hosts_that_are_too_small(model, areal_gym):
+    words = (f"engine.model={model}", "trainer.num_ranks=8", "--node-memory", "8")
+    done = areal_gym("plan", *words)
+    assert done.code == 1
+    assert "trainer.num_ranks=16" in done.err
 
 
 def test_servers_without_room_are_said(tmp_path, areal_gym):
@@ -151,10 +161,11 @@ def test_buckets_are_what_rank_0_holds(model, areal_gym):
 
 
 def test_picture_has_every_part(model, tmp_path, areal_gym):
-    words = ("engine.id=sglang", "engine.kwargs.num_servers=2", "trainer.num_ranks=2")
+    words = ("engine.id=sglang", "engine.kwargs.num_servers=1", "trainer.num_ranks=2")
     file = tmp_path / "plan.svg"
     done = areal_gym("plan", f"engine.model={model}", *words, "--picture", str(file))
     assert done.code == 0, done.err
+    assert "2 ranks, 1 server of 1" in file.read_text()
     titles = {element.text for element in ElementTree.parse(file).iter() if "title" in element.tag}
     named = {title.split(" ")[0] for title in titles}
     assert {"weights", "gradients", "states", "activations", "cache"} <= named
