@@ -14,13 +14,13 @@ from areal_gym.models.hf.layout_plans import require_layout
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.algorithms.token_advantages import gae
-from areal_gym.trainer.parallel.fsdp import full, load_for_training
+from areal_gym.trainer.parallel.fsdp import full, load_for_training, prepare_decoder
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.trainer import Trainer
 from tests._support.long_tests import short
 from tests._support.rank_processes import each_made_once, on_ranks
 from tests._support.tiny_architectures import tiny_config
-from tests._support.tiny_training import batch, without_costs
+from tests._support.tiny_training import batch, tiny_decoder, without_costs
 
 TRANSFORMERS = ModelLoader(backend="transformers")
 NUM_LAYERS = 2  # one with a window and one without, where an architecture has both
@@ -224,6 +224,20 @@ def test_what_transformers_cannot_divide_is_refused(name, layout, message, hint)
         require_layout(tiny_config(name), layout)
     assert message in caught.value.message
     assert hint in caught.value.hints[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "hint"),
+    [
+        (Layout(tensor=2), "model.backend=transformers runs any architecture"),
+        (Layout(shard=2, expert=2), "trainer.parallel.expert=1"),  # it is dense, as the policy is
+    ],
+)
+def test_what_the_tiny_decoder_cannot_divide_is_refused(layout, hint):
+    policy = tiny_decoder()
+    with pytest.raises(ConfigError) as caught:
+        prepare_decoder(policy, TrainerConfig(), Ranks(layout=layout))
+    assert caught.value.hints == (hint, "trainer.parallel.shard=auto")
 
 
 def test_versions_with_other_plans_are_refused(monkeypatch):
