@@ -16,6 +16,7 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.models.device import has_fused_adamw
 from areal_gym.trainer.adamw_8bit import adamw_8bit, allocate_moments, stored
+from areal_gym.trainer.cpu_muon import CpuMuon
 from areal_gym.trainer.parallel.fsdp import by_mesh, clip_gradients
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
@@ -49,7 +50,9 @@ class Optimizer:
                 fused=all(has_fused_adamw(p.device) for p in rest.values()),
             )
         if matrices:
-            self._optimizers["muon"] = torch.optim.Muon(
+            are_on_cpu = all(p.device.type == "cpu" for p in matrices.values())
+            muon = CpuMuon if are_on_cpu else torch.optim.Muon
+            self._optimizers["muon"] = muon(
                 _groups(matrices, own_rates, config.muon_lr), weight_decay=config.weight_decay
             )
 
