@@ -38,6 +38,7 @@ STARTER_DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
             "max_staleness": 1,
         },
         "trainer": {"lr": 6e-4, "muon_lr": 6e-3, "lr_schedule": {"id": "linear"}},
+        "eval": {"num_tasks": 256},
         "steps": 75,
     },
 }

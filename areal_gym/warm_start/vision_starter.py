@@ -1,7 +1,7 @@
 """The starter policy of environments with pictures: a small Qwen3-VL, warm-started.
 
 It imitates the gold policy until its likeliest answers to unseen tasks are right (an answer that it
-never samples is never reinforced), or sampled ones earn half of what is above guessing: their
+never samples is never reinforced), or sampled ones earn a quarter of what is above guessing: their
 expected reward is the mean of p(gold answers | pictures, texts). Reinforcement learning does the
 rest.
 """
@@ -62,7 +62,7 @@ class VisionRecipe:
     max_steps: int = 300
     skill_gate: float = 0.95
     """The share of right likeliest answers at which imitation ends."""
-    sure_gate: float = 0.5
+    sure_gate: float = 0.28
     """The place of the expected reward between blind guesses (0) and certainty (1), likewise."""
     num_probes: int = 128
     probe_every: int = 5

@@ -18,9 +18,8 @@ from areal_gym.warm_start.starter_policy import prepare_starter, shows_pictures
 from tests._support.small_vision_starter import SmallVisionRecipe
 
 SETTINGS = (
-    *("steps=8", "rollout.group_size=8", "rollout.batch_groups=8", "rollout.max_in_flight=64"),
-    *("rollout.max_new_tokens=4", "eval.num_tasks=64", "eval.every=8", "deterministic=true"),
-    *("trainer.lr=6e-4", "trainer.muon_lr=6e-3", "trainer.lr_schedule=constant"),
+    *("steps=12", "rollout.max_new_tokens=4", "trainer.lr_schedule=constant"),
+    *("eval.num_tasks=64", "eval.every=12", "deterministic=true"),
 )
 
 
