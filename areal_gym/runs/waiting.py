@@ -66,7 +66,8 @@ class ProgressLine:
 
 def _outage(stats: RolloutStats) -> str:
     return (
-        f"waiting for servers, {stats.outage_s:.0f} s of {stats.outage_patience_s:.0f} s; "
+        "waiting for servers or workers, "
+        f"{stats.outage_s:.0f} s of {stats.outage_patience_s:.0f} s; "
         f"{counted(stats.episodes_in_flight + stats.episodes_queued, 'episode')} to be played"
     )
 
@@ -84,7 +85,10 @@ async def saying_outages(
             now = stats()
             if now.outage_s == 0:
                 if next_s > 0:
-                    say(f"servers are back after {longest_s:.0f} s; what was lost is played again")
+                    say(
+                        f"servers or workers are back after {longest_s:.0f} s; "
+                        "what was lost is played again"
+                    )
                 longest_s = next_s = 0.0
                 continue
             longest_s = max(longest_s, now.outage_s)

@@ -174,7 +174,7 @@ def test_outage_of_the_only_server_does_not_bias_batches(kind, ending_policy, en
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     batches = {step: list(run.read_trajectories(step)) for step in range(1, STEPS + 1)}
     check_groups(rows, batches)
-    assert any(line.startswith("waiting for servers, ") for line in display.lines)
+    assert any(line.startswith("waiting for servers or workers, ") for line in display.lines)
     # All of the hit batch began before the outage or after it: half of a batch would be short.
     lengths = {step: [t.num_policy_tokens for t in batch] for step, batch in batches.items()}
     assert check_hit_batch(lengths) > 4, "the lengths must differ for this to show anything"
