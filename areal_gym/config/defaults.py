@@ -39,7 +39,7 @@ STARTER_DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
         },
         "trainer": {"lr": 6e-4, "muon_lr": 6e-3, "lr_schedule": {"id": "linear"}},
         "eval": {"num_tasks": 256},
-        "steps": 75,
+        "steps": 90,
     },
 }
 """Further ones by environment. An answer in `shapes` is one token, of which a batch needs many; a

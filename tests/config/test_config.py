@@ -36,7 +36,7 @@ def test_shapes_trains_the_starter_on_more_episodes_at_a_falling_rate():
         rates = (trainer.lr, trainer.muon_lr, trainer.lr_schedule.id)
         return (*sizes, rollout.max_staleness, *rates)
 
-    assert chosen("env.id=shapes") == (24, 16, 384, 75, 1, 6e-4, 6e-3, "linear")
+    assert chosen("env.id=shapes") == (24, 16, 384, 90, 1, 6e-4, 6e-3, "linear")
     own = ("env.id=shapes", "steps=7", "trainer.lr_schedule=constant", "rollout.group_size=4")
     assert chosen(*own) == (24, 4, 384, 7, 1, 6e-4, 6e-3, "constant")
     assert chosen("env.id=shapes", "deterministic=true")[4] == 0
