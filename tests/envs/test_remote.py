@@ -359,3 +359,35 @@ def test_taken_port_is_an_error(tir):
     taken = serving(Failing, port=tir._port)
     with pytest.raises(InfrastructureError, match="cannot listen"), taken:
         pass
+
+
+@pytest.mark.parametrize(
+    "content", [None, 3, ["text"], [{"text": "no type"}], [{"type": "image", "sha256": "../x"}]]
+)
+def test_messages_that_a_server_must_not_send_are_errors_of_the_environment(content):
+    class Odd(areal_gym.TextEnv):
+        def sample_task(self, rng, options):
+            return areal_gym.Task(id="odd", data={})
+
+        def first_messages(self, task):
+            return [{"role": "user", "content": "How?"}]
+
+        async def respond(self, message):
+            return areal_gym.Response(reward=1.0, is_terminated=True)
+
+    with serving(Odd) as server:
+        remote = RemoteEnv(server.url)
+        remote.reset(seed=0)
+        play_on = remote._ask
+
+        async def odd_answer(path, *arguments, **settings):
+            answer = await play_on(path, *arguments, **settings)
+            if path.endswith("/step"):
+                message = {"role": "user", "content": content}
+                answer |= {"messages": [message], "terminated": False}
+            return answer
+
+        remote._ask = odd_answer
+        with pytest.raises(EnvError):
+            remote.step("So.")
+        remote.close()

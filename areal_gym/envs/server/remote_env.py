@@ -27,7 +27,7 @@ from areal_gym.errors import EnvError, EnvUnreachableError, UsageError
 from areal_gym.images import image_limits, image_store
 from areal_gym.images.reading import decode_base64
 from areal_gym.tasks import asked_for
-from areal_gym.types import ImagePart, Message, Task
+from areal_gym.types import Message, Task
 from areal_gym.utils.per_loop import PerLoop
 
 if TYPE_CHECKING:
@@ -166,27 +166,31 @@ class RemoteEnv(TextEnv):
     # ---- HTTP ----------------------------------------------------------------------------------
 
     async def _with_pictures(self, messages: list[Message]) -> list[Message]:
-        """Return the server's messages with their pictures in the store of this process."""
-        return [
-            message
-            if isinstance(message["content"], str)
-            else {
-                **message,
-                "content": [
-                    await self._picture(part) if part["type"] == "image" else part
-                    for part in message["content"]
-                ],
-            }
-            for message in messages
-        ]
+        """Return the server's messages with their pictures in the store of this process.
 
-    async def _picture(self, part: ImagePart) -> ImagePart:
+        What is no message stays as it is: `TextEnv` refuses it, as any environment's.
+        """
+        shown: list[Message] = []
+        for message in messages:
+            content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(content, list):
+                parts: list[Any] = [
+                    await self._picture(part)
+                    if isinstance(part, dict) and part.get("type") == "image"
+                    else part
+                    for part in content
+                ]
+                message = cast(Message, {**message, "content": parts})
+            shown.append(message)
+        return shown
+
+    async def _picture(self, part: Mapping[str, Any]) -> Any:
         """Return a picture of the server, read as any from outside is: scaled by our own limits."""
-        store, sha256 = image_store(), part["sha256"]
-        if sha256 in store:
-            return part
-        answer = await self._ask(f"/v1/images/{sha256}", method="GET", timeout_s=_QUICK_S)
+        store, sha256 = image_store(), str(part.get("sha256"))
         try:
+            if sha256 in store:
+                return part
+            answer = await self._ask(f"/v1/images/{sha256}", method="GET", timeout_s=_QUICK_S)
             raw = decode_base64(str(answer.get("png")))
             # It is a PNG by now, which may be larger than the file was that the server has read.
             return store.add(raw, limits=replace(image_limits(), max_bytes=_LARGEST_PNG))
