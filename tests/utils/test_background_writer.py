@@ -1,7 +1,10 @@
 """Jobs run in order beside the event loop, and their errors are not lost."""
 
 import asyncio
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -42,3 +45,30 @@ def test_an_error_is_raised_by_the_next_call():
     writer.finish()
     writer.close()
     assert written == [1]
+
+
+def test_a_thread_waits_while_another_adds_jobs():
+    """Whatever one thread does between another's look at the oldest job and its removal."""
+    switching_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    writer = BackgroundWriter("test")
+    written: list[int] = []
+    is_over = threading.Event()
+
+    def wait_often() -> None:
+        while not is_over.is_set():
+            writer.finish()
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(wait_often) for _ in range(2)]
+        try:
+            for number in range(3000):
+                writer.start(partial(written.append, number))
+        finally:
+            is_over.set()
+            sys.setswitchinterval(switching_s)
+        for each in waiting:
+            each.result()
+    writer.finish()
+    writer.close()
+    assert written == list(range(3000))
