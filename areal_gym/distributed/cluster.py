@@ -135,6 +135,8 @@ def _connect(config: RunConfig) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray's workers yield to every other process by default, but they are the run itself.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         # One machine must do, for any number of processes.
         num_processes = num_ranks_of(config) + config.cluster.servers
         num_processes += config.cluster.rollout_workers

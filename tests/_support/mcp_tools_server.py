@@ -4,7 +4,6 @@ import io
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.utilities.types import Image
-from PIL import Image as PillowImage
 
 server = MCPServer("tools")
 
@@ -36,6 +35,8 @@ def draw() -> list:
 @server.tool()
 def photograph(width: int, format: str = "png") -> list:
     """Return an image of a red sheet, one pixel high, and a text."""
+    from PIL import Image as PillowImage  # places of tasks have no Pillow
+
     out = io.BytesIO()
     PillowImage.new("RGB", (width, 1), "red").save(out, "PNG")
     return [Image(data=out.getvalue(), format=format), "beside it"]

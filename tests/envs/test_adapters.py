@@ -120,7 +120,10 @@ def test_gymnasium_make_errors_are_explained():
 
 @pytest.mark.parametrize(
     "dataset",
-    ["leg_counting", "chain_sum", pytest.param("graph_color", marks=pytest.mark.long)],
+    [
+        "leg_counting",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("chain_sum", "graph_color")),
+    ],
 )
 def test_reasoning_gym_keeps_the_contract(dataset):
     require("reasoning_gym")

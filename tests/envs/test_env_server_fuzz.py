@@ -42,6 +42,7 @@ BODIES = {
 }
 WITHOUT_BODY = {
     ("GET", "/v1/env"),
+    ("GET", "/v1/images/{sha256}"),
     ("GET", "/v1/sessions/{session}/gold"),
     ("GET", "/v1/sessions/{session}/noop"),
     ("DELETE", "/v1/sessions/{session}"),
@@ -127,6 +128,16 @@ def test_fuzz_covers_every_route_of_the_env_server():
 
     routes = {(method, path) for method, path in asyncio.run(use()) if method != "HEAD"}
     assert routes == set(BODIES) | WITHOUT_BODY
+
+
+@pytest.mark.parametrize("name", ["0" * 64, "..%2f..%2fetc%2fpasswd", "%00", "A" * 64, "0" * 200])
+def test_pictures_that_the_store_has_not_are_refused(name):
+    async def use():
+        async with Serving(Sums) as served:
+            return await served.ask("GET", f"/v1/images/{name}")
+
+    status, content = asyncio.run(use())
+    assert 400 <= status < 500, (status, content)
 
 
 def malformed_body(rng, model, valid):

@@ -152,7 +152,11 @@ def states_in(directory):
     return states
 
 
-@pytest.mark.parametrize("overrides", [(), ("trainer.lora.rank=2",)], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    "overrides",
+    [(), pytest.param(("trainer.lora.rank=2",), marks=pytest.mark.long)],
+    ids=["all", "lora"],
+)
 def test_resumed_objective_run_equals_the_uninterrupted_one(tiny_policy, tmp_path, overrides):
     for objective in ("sft", "dpo", "rm"):
         rows = dialogues() if objective == "sft" else preferences()

@@ -22,9 +22,6 @@ def call(name, **arguments):
     return f"<tool_call>\n{text}\n</tool_call>"
 
 
-REST = ("retail", "telecom")
-
-
 def gold(env):
     return env.gold_action()
 
@@ -202,7 +199,12 @@ def test_agent_cannot_call_user_tools():
 
 @needs_data
 @pytest.mark.parametrize(
-    "domain", ["airline", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)]
+    "domain",
+    [
+        "airline",
+        pytest.param("retail", marks=pytest.mark.slow),
+        pytest.param("telecom", marks=pytest.mark.long),
+    ],
 )
 def test_tau2_domains_pass_the_checker(domain):
     make = lambda: areal_gym.make(f"tau2/{domain}", data_dir=str(DATA))  # noqa: E731
