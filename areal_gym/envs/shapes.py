@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import ClassVar
 
 from areal_gym.envs.base import Response
 from areal_gym.envs.questions import QuestionEnv
 from areal_gym.envs.shape_puzzles import Puzzle, puzzles_of
 from areal_gym.errors import UsageError
-from areal_gym.images import encode_png, image_store
+from areal_gym.images import image_store
 from areal_gym.tasks import Draft, GeneratedTasks
 from areal_gym.types import Content, Message, Task, text_of
 
@@ -36,12 +36,6 @@ def shape_tasks(level: int) -> GeneratedTasks:
         return Draft(f"{level}/{seed}", {"level": level, "seed": seed})
 
     return GeneratedTasks(f"shapes, level {level}", make_draft)
-
-
-@lru_cache(maxsize=256)
-def _picture(level: int, seed: int, place: int) -> bytes:
-    """Return a picture as PNG; it is drawn once for the siblings of a group."""
-    return encode_png(puzzles_of(level, seed)[place].draw())
 
 
 class ShapesEnv(QuestionEnv):
@@ -94,8 +88,7 @@ class ShapesEnv(QuestionEnv):
         return self._puzzles[self._place]
 
     def _shown(self) -> Content:
-        data = self.task.data
-        picture = image_store().add(_picture(int(data["level"]), int(data["seed"]), self._place))
+        picture = image_store().add(self._puzzle.draw())
         return [picture, {"type": "text", "text": self._puzzle.question}]
 
 
