@@ -37,7 +37,8 @@ _VARIABLE = "AREAL_GYM_IMAGES"
 """Environment variable with the directory of the process's store, for its children."""
 _HASH = re.compile("[0-9a-f]{64}")
 _ANY_HASH = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
-_LARGEST = 64 * 2**20
+LARGEST_PNG = 64 * 2**20
+"""Bytes of the largest file that is read from a store."""
 _MOST_REMEMBERED = 1024
 """Pictures whose foreign bytes are recognised, so that they are decoded once."""
 
@@ -115,7 +116,7 @@ class ImageStore:
         """
         file = self.path(sha256)
         try:
-            png = read_bytes(file, most=_LARGEST)
+            png = read_bytes(file, most=LARGEST_PNG)
         except FileNotFoundError:
             # Tasks that were opened before the run are in the store of before.
             for other in _stores:

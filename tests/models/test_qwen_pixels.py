@@ -12,7 +12,7 @@ from areal_gym.models.hf.qwen_pixels import QwenPixels
 from tests._support.tiny_vision import image_processor, picture
 
 GREY_LEVEL = 2 / 255
-"""Of values from -1 to 1."""
+"""The difference that one of 255 levels of a color makes in pixels that go from -1 to 1."""
 
 
 def stored(seed, size):

@@ -8,13 +8,13 @@ from areal_gym.trainer.cpu_muon import CpuMuon, orthogonal
 from areal_gym.trainer.optimizer import Optimizer
 from tests._support.tiny_training import tiny_decoder
 
-JORDAN = {"coefficients": (3.4445, -4.775, 2.0315), "num_iterations": 5, "eps": 1e-7}
+NEWTON_SCHULZ = {"coefficients": (3.4445, -4.775, 2.0315), "num_iterations": 5, "eps": 1e-7}
 
 
 @pytest.mark.parametrize("shape", [(24, 96), (16, 64), (64, 16)])
 def test_singular_values_become_nearly_one(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = orthogonal(matrix, **JORDAN)
+    found = orthogonal(matrix, **NEWTON_SCHULZ)
     assert (found.shape, found.dtype) == (shape, torch.float32)
     values = torch.linalg.svdvals(found)
     assert 0.6 < values.min() <= values.max() < 1.3  # as far as five iterations come

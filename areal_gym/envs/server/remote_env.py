@@ -25,6 +25,7 @@ from areal_gym.envs.server.wire_format import (
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EnvUnreachableError, UsageError
 from areal_gym.images import image_limits, image_store
+from areal_gym.images.image_store import LARGEST_PNG
 from areal_gym.images.reading import decode_base64
 from areal_gym.tasks import asked_for
 from areal_gym.types import Message, Task
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "AREAL_GYM_ENV_TOKEN"
 
-_LARGEST_PNG = 64 * 2**20
 _QUICK_S = 30.0
 """Time limit for answers that run no code of the environment."""
 
@@ -168,7 +168,7 @@ class RemoteEnv(TextEnv):
     async def _with_pictures(self, messages: list[Message]) -> list[Message]:
         """Return the server's messages with their pictures in the store of this process.
 
-        What is no message stays as it is: `TextEnv` refuses it, as any environment's.
+        Malformed messages are returned unchanged: `TextEnv` checks those of every environment.
         """
         shown: list[Message] = []
         for message in messages:
@@ -193,7 +193,7 @@ class RemoteEnv(TextEnv):
             answer = await self._ask(f"/v1/images/{sha256}", method="GET", timeout_s=_QUICK_S)
             raw = decode_base64(str(answer.get("png")))
             # It is a PNG by now, which may be larger than the file was that the server has read.
-            return store.add(raw, limits=replace(image_limits(), max_bytes=_LARGEST_PNG))
+            return store.add(raw, limits=replace(image_limits(), max_bytes=LARGEST_PNG))
         except UsageError as error:
             raise EnvError(f"a picture of {self.url} is refused: {error}") from None
 

@@ -155,13 +155,12 @@ def _require_no_tensor_ranks(ranks: Ranks) -> None:
     layout = ranks.layout
     if layout.tensor > 1 or layout.expert > 1:
         # The tiny decoder is dense: transformers divides its tensors, but has no experts to divide.
-        way_out = "model.backend=transformers runs any architecture"
-        if layout.expert > 1:
-            way_out = "trainer.parallel.expert=1"
+        backend = "model.backend=transformers runs any architecture"
+        hint = "trainer.parallel.expert=1" if layout.expert > 1 else backend
         raise ConfigError(
             f"trainer.parallel: tensor = {layout.tensor} and expert = {layout.expert}, but the "
             "tiny decoder has neither plans for them nor experts",
-            hints=[way_out, "trainer.parallel.shard=auto"],
+            hints=[hint, "trainer.parallel.shard=auto"],
         )
 
 
