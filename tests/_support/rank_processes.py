@@ -25,9 +25,7 @@ def on_ranks(num_ranks, function, *arguments, start="forkserver"):
 
     With `start="spawn"` ranks are programs of their own, which share no memory.
     """
-    context = multiprocessing.get_context(start)
-    if start == "forkserver":
-        context.set_forkserver_preload(_IMPORTED)
+    context = forkserver() if start == "forkserver" else multiprocessing.get_context(start)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -53,6 +51,13 @@ def on_ranks(num_ranks, function, *arguments, start="forkserver"):
         for process in processes:
             process.kill()
             process.join()
+
+
+def forkserver():
+    """Return a context whose processes begin with what trainers need imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
 
 
 def each_made_once(rank, directory, makers):

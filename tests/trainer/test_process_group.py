@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -23,6 +22,7 @@ from areal_gym.trainer.parallel import worker
 from areal_gym.trainer.parallel.process_group import Meeting
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
+from tests._support.rank_processes import forkserver
 from tests._support.tiny_training import tiny_checkpoint
 
 HOST = socket.gethostname()
@@ -34,14 +34,23 @@ def free_url():
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def joined(ranks, size, *, url, timeout_s, environment=None):
-    """What each of these ranks says when it joins: a sum, or the error's text and hints."""
-    context = multiprocessing.get_context("spawn")
+def joined(ranks, size, *, url, timeout_s, environment=None, later_s=None):
+    """What each of these ranks says when it joins: a sum, or the error's text and hints.
+
+    Ranks named in `later_s` join so many seconds after the others.
+    """
+    context = forkserver()
     answers, start = context.Queue(), context.Barrier(len(ranks))
     processes = [
         context.Process(
             target=join,
-            args=(answers, start, rank, size, url, timeout_s, environment or {}),
+            args=(
+                answers,
+                start,
+                (later_s or {}).get(rank, 0.0),
+                Meeting(url=url, rank=rank, size=size, timeout_s=timeout_s),
+                environment or {},
+            ),
             daemon=True,
         )
         for rank in ranks
@@ -56,17 +65,18 @@ def joined(ranks, size, *, url, timeout_s, environment=None):
             process.join()
 
 
-def join(answers, start, rank, size, url, timeout_s, environment):
+def join(answers, start, later_s, meeting, environment):
     os.environ.update(environment)
     start.wait()
+    time.sleep(later_s)
     try:
-        Meeting(url=url, rank=rank, size=size, timeout_s=timeout_s).join("gloo", ["cpu"])
-        total = torch.tensor([float(rank)])
+        meeting.join("gloo", ["cpu"])
+        total = torch.tensor([float(meeting.rank)])
         # A further group needs the store in which the ranks met.
         torch.distributed.all_reduce(total, group=torch.distributed.new_group())
-        answers.put((rank, total.item()))
+        answers.put((meeting.rank, total.item()))
     except TrainError as error:
-        answers.put((rank, "\n".join((str(error), *error.hints))))
+        answers.put((meeting.rank, "\n".join((str(error), *error.hints))))
     time.sleep(60)  # rank 0 has the store; the test ends all
 
 
@@ -75,9 +85,12 @@ def test_ranks_join_by_address_and_by_file(tmp_path):
         assert joined([0, 1], 2, url=url, timeout_s=60) == {0: 1.0, 1: 1.0}
 
 
-def test_a_rank_that_never_comes_is_named_in_time():
+@pytest.mark.parametrize("later_s", [0.0, 4.0])
+def test_a_rank_that_never_comes_is_named_in_time(later_s):
+    """Those that came agree, also where rank 0, whose store tells who came, gives up before."""
     url = free_url()
-    answers = joined([0, 2], 4, url=url, timeout_s=8)
+    answers = joined([0, 2], 4, url=url, timeout_s=8, later_s={2: later_s})
+    assert sorted(answers) == [0, 2]
     for rank, answer in answers.items():
         assert answer.startswith(f"rank {rank} of 4, on {HOST}: 2 ranks (1, 3) did not come to")
         assert f"{url} within 8 s" in answer

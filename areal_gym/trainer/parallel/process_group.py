@@ -7,6 +7,7 @@ proves that data flows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ from areal_gym.errors import TrainError
 from areal_gym.utils.markup import counted
 
 _SHOWN = 8  # the most ranks that an error lists
+_TELLING_S = 5.0  # for how long rank 0 waits until the others have read who is missing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,19 +102,30 @@ class Meeting:
         store.set(f"rank/{self.rank}", json.dumps({"host": _host(), "pid": os.getpid()}))
         keys = [f"rank/{rank}" for rank in range(self.size)]
         try:
-            left_s = max(0.01, deadline_s - time.monotonic())
-            store.wait(keys, timedelta(seconds=left_s))
-        except RuntimeError as error:
             try:
+                store.wait(keys, timedelta(seconds=max(0.01, deadline_s - time.monotonic())))
+            except RuntimeError:
+                # The first that gives up names the missing ranks, and ends the others' waiting.
                 missing = [rank for rank, key in enumerate(keys) if not _has(store, key)]
-                present = self._places(store, [r for r in range(self.size) if r not in missing])
-            except RuntimeError:  # rank 0 has given up and has ended
-                raise self._error(f"rank 0, at {self.url}, has ended") from error
-            names = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if missing[_SHOWN:] else "")
-            raise self._error(
-                f"{counted(len(missing), 'rank')} ({names}) did not come to {self.url} within "
-                f"{self.timeout_s:g} s; present: {present}"
-            ) from error
+                store.compare_set("missing", "", json.dumps(missing))
+                for rank in missing:
+                    store.set(keys[rank], "")
+            if not _has(store, "missing"):
+                return
+            missing = json.loads(store.get("missing"))
+            present = [rank for rank in range(self.size) if rank not in missing]
+            places = self._places(store, present)
+            store.set(f"told/{self.rank}", "")
+            if self.rank == 0:  # its store ends with it: the others read first
+                with contextlib.suppress(RuntimeError):
+                    store.wait([f"told/{rank}" for rank in present], timedelta(seconds=_TELLING_S))
+        except RuntimeError as error:
+            raise self._error(f"rank 0, at {self.url}, has ended") from error
+        names = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if missing[_SHOWN:] else "")
+        raise self._error(
+            f"{counted(len(missing), 'rank')} ({names}) did not come to {self.url} within "
+            f"{self.timeout_s:g} s; present: {places}"
+        )
 
     def _places(self, store: Store, ranks: Sequence[int]) -> str:
         """Return the ranks with the hosts and processes that they announced."""
