@@ -7,11 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from areal_gym.utils.garbage import collect_rarely
+
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run `areal-gym` with these arguments, by default the process's own, and exit."""
+    collect_rarely()
     try:
         from areal_gym.cli.app import run
     except KeyboardInterrupt:  # too early for render_error

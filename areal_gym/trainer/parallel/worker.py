@@ -193,7 +193,8 @@ class _Worker:
         ours, theirs = socket.socketpair()
         ours_saved, theirs_saved = socket.socketpair()
         with ours, theirs, ours_saved, theirs_saved:
-            code = f"from {__name__} import main; main()"
+            rarely = "from areal_gym.utils.garbage import collect_rarely; collect_rarely()"
+            code = f"{rarely}; from {__name__} import main; main()"
             pipes = (theirs.fileno(), theirs_saved.fileno())
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, *map(str, (rank, *pipes))],
