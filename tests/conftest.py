@@ -1,6 +1,7 @@
 """What tests of several parts need."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests._support.long_tests import skip_long
+from tests._support.long_variants import LONG_VARIANTS
 
 # Nothing is fetched, and nobody waits for what is not there to be fetched.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
@@ -22,6 +24,10 @@ sys.dont_write_bytecode = False
 # Four processes and their children share the cores: threads of torch would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What modules and tests consist of, a million objects, stays. Python's collector leaves it alone,
+# or it takes a fifth of the time: each run in this process begins with a collection.
+gc.disable()  # until all tests are collected
+
 # A shell that starts us in the background makes us, and all we start, deaf to Ctrl-C, which is
 # what several tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,6 +37,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=2000, deadline=None)
 settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in LONG_VARIANTS:
+            item.add_marker(pytest.mark.long)
+
+
+def pytest_collection_finish(session):
+    gc.enable()
+    gc.freeze()
+
 
 # ---- several processes: pytest -n 4 --dist loadscope -----------------------------------------
 

@@ -8,6 +8,7 @@ from areal_gym.utils.garbage import next_threshold, relax_garbage_collection
 
 @pytest.fixture
 def undo():
+    gc.unfreeze()
     before = gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)
     undo = relax_garbage_collection()
     yield undo
@@ -21,6 +22,12 @@ class Node:
 
 
 def test_existing_objects_are_frozen_until_undone(undo):
+    assert gc.get_freeze_count() > 10_000
+
+
+def test_objects_that_an_application_has_frozen_stay_frozen():
+    gc.freeze()
+    relax_garbage_collection()()
     assert gc.get_freeze_count() > 10_000
 
 
