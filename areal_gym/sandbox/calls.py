@@ -139,6 +139,7 @@ class Call:
         self.answer: CellMessage | None = None
         self.has_begun = False
         self.stopped: SandboxStatus | None = None
+        self.deadline: asyncio.TimerHandle | None = None
         self.giving_up: asyncio.TimerHandle | None = None
         self._messages_left = MESSAGES_PER_CALL
         self._bytes_left = _BYTES_PER_CALL

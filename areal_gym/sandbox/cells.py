@@ -27,6 +27,8 @@ from areal_gym.sandbox.calls import Call, Capture, Exit
 
 _MESSAGES_PER_TURN = 16  # read at a time, before the event loop serves others
 _START_S = 60.0
+_LATE_S = 0.1  # a deadline that is noticed so much later was noticed late because the loop was busy
+_MOST_WAIT_S = 1.0  # for as long, at most, news that came in time are read after such a deadline
 _END_S = 60.0  # a fork server that has not reported the end of a killed process is abandoned
 
 
@@ -72,7 +74,8 @@ class Cell:
         await self._wait_until_ready()
         call = self._call = Call(limits, is_fresh)
         started = time.monotonic()
-        deadline = self._loop.call_later(limits.wall_s, self._stop, SandboxStatus.TIMEOUT)
+        due_s = self._loop.time() + limits.wall_s
+        call.deadline = self._loop.call_at(due_s, self._expire, call, due_s)
         try:
             self._control.resume()  # may discover that the fork server is gone
             if self._exit is not None:
@@ -86,7 +89,6 @@ class Cell:
             self.kill()
             raise
         finally:
-            deadline.cancel()
             self._end_call(call)
         elapsed_s = time.monotonic() - started
         if self._exit is not None and call.stopped is None:
@@ -97,8 +99,9 @@ class Cell:
 
     def _end_call(self, call: Call) -> None:
         self._call = None
-        if call.giving_up is not None:
-            call.giving_up.cancel()
+        for timer in (call.deadline, call.giving_up):
+            if timer is not None:
+                timer.cancel()
         if self._channel.fileno() < 0:
             return
         self._stop_sending()
@@ -198,9 +201,18 @@ class Cell:
         elif capture.num_lost > calls.FLOOD_BYTES:
             self._stop(SandboxStatus.OUTPUT)
 
+    def _expire(self, call: Call, due_s: float) -> None:
+        late_s = self._loop.time() - due_s
+        if late_s > _LATE_S:
+            # The loop stood still, and what the cell said in time may not have been read yet.
+            wait_s = min(late_s, _MOST_WAIT_S)
+            call.deadline = self._loop.call_later(wait_s, self._stop, SandboxStatus.TIMEOUT)
+        else:
+            self._stop(SandboxStatus.TIMEOUT)
+
     def _stop(self, reason: SandboxStatus) -> None:
         call = self._call
-        if call is None or call.stopped is not None:
+        if call is None or call.stopped is not None or call.finished.is_set():
             return
         call.stopped = reason
         if self._exit is not None:

@@ -1,8 +1,11 @@
 """Results of a call: status, output, value, errors and limits."""
 
+import asyncio
+import time
+
 import pytest
 
-from areal_gym.sandbox import SandboxStatus
+from areal_gym.sandbox import SandboxLimits, SandboxStatus
 
 OK, ERROR, TIMEOUT = SandboxStatus.OK, SandboxStatus.ERROR, SandboxStatus.TIMEOUT
 MEMORY, OUTPUT, KILLED = SandboxStatus.MEMORY, SandboxStatus.OUTPUT, SandboxStatus.KILLED
@@ -186,3 +189,24 @@ def test_numpy_and_sympy(execute):
 
 def test_set_order_is_deterministic(execute):
     assert len({execute("list({'a', 'b', 'c', 'd', 'e'})").value for _ in range(3)}) == 1
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+@pytest.mark.parametrize(
+    ("code", "status"), [("import time; time.sleep(0.5)", OK), ("while True: pass", TIMEOUT)]
+)
+def test_a_loop_that_stands_still_makes_no_timeout(runner, sandbox, code, status, in_session):
+    """What a snippet has answered in time is read, though the deadline has passed meanwhile."""
+
+    async def play():
+        runner = await sandbox.session() if in_session else sandbox
+        try:
+            running = asyncio.create_task(runner.run(code, limits=SandboxLimits(wall_s=1.0)))
+            await asyncio.sleep(0.2)  # it has begun
+            time.sleep(1.5)  # as a thousand episodes that begin at once on a busy machine
+            return await running
+        finally:
+            if in_session:
+                await runner.aclose()
+
+    assert runner.run(play()).status is status

@@ -29,7 +29,7 @@ from areal_gym.tasks.given_tasks import open_tasks
 from areal_gym.types import Message, text_of, thaw
 
 _MAX_CODE = 32_768
-_LIMITS = SandboxLimits(cpu_s=2.0, memory_mb=256)
+_LIMITS = SandboxLimits(wall_s=20.0, cpu_s=2.0, memory_mb=256)
 _STATEMENT_LIMITS = SandboxLimits(wall_s=20.0, cpu_s=2.0, memory_mb=256)
 """Limits for the code under test, over all calls of the statements, which wait for one another."""
 _MAX_TESTS = 20
