@@ -11,25 +11,29 @@ from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.chunked_logprobs import score_tokens
+from tests._support.long_tests import short
 from tests._support.rank_processes import on_ranks
 from tests._support.tiny_architectures import tiny_config
 from tests._support.tiny_training import CONFIG
 
-NAMES = [
-    "llama",
-    "mistral",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v3",
-    "llama4_text",
-    "qwen3_vl",
-    "qwen3_next",
-    "lfm2",
-    "nemotron_h",
-]
+NAMES = short(
+    [
+        "llama",
+        "mistral",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "qwen3_moe",
+        "gpt_oss",
+        "deepseek_v3",
+        "llama4_text",
+        "qwen3_vl",
+        "qwen3_next",
+        "lfm2",
+        "nemotron_h",
+    ],
+    *("llama", "mistral", "gemma2", "deepseek_v3", "llama4_text", "lfm2"),
+)
 ROWS = {"two families": ((25, 9), (25, 30), (11, 17), (11, 8)), "few tokens": ((2, 3),)}
 """Lengths of the prompt and of what follows it; 100 tokens, and 5 for four ranks."""
 

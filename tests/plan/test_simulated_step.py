@@ -59,7 +59,11 @@ TWO_RANKS = {
     "shared tokens": ("qwen3", ("trainer.parallel.context=2",)),
     "divided matrices": ("qwen3", ("trainer.parallel.tensor=2",)),
 }
-SHORT = short(TWO_RANKS, "with a reference", "tied", "divided experts", "imitation", "pairs")
+SHORT = short(
+    TWO_RANKS,
+    *("with a reference", "tied", "divided experts", "replicas", "imitation", "pairs"),
+    *("a reward model", "an adapter, its critic's own trunk", "shared tokens", "divided matrices"),
+)
 
 
 def peaks_of_two_ranks(rank, directory):

@@ -68,10 +68,12 @@ CASES = {
 }
 SHORT = short(
     CASES,
+    "dense",
     "dense, sequences' ratios",
     "dense, critic on the policy's trunk",
     "adapter beside divided experts",
     "mixture, critic and reference",
+    "mixture, divided experts",
     "mixture, replayed experts",
     "replayed experts, replicas",
     "windows, replicas",

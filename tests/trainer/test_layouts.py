@@ -75,6 +75,8 @@ SHORT = short(
     *("2-gemma3_text-shard", "4-qwen3-shard", "4-qwen3-replicate2-reducemicrobatch"),
     *("4-qwen3-tensor2", "4-qwen3_moe-expert2", "4-qwen3_moe-replicate2-expert2"),
     *("4-qwen3_moe-tensor2-expert4", "4-gemma3_text-replicate2", "4-gemma3_text-tensor2"),
+    *("2-qwen3-replicate2", "2-qwen3-tensor2", "2-qwen3_moe-tensor2-expert2"),
+    *("2-gemma3_text-tensor2", "4-qwen3-tensor2-context2"),
 )
 
 

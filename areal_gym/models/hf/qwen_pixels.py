@@ -40,8 +40,8 @@ class QwenPixels:
             min_pixels=int(processor.size["shortest_edge"]),
             max_pixels=int(processor.size["longest_edge"]),
         )
-        self._mean_C = 255 * torch.tensor(processor.image_mean)
-        self._std_C = 255 * torch.tensor(processor.image_std)
+        self._mean_C11 = 255 * torch.tensor(processor.image_mean)[:, None, None]
+        self._std_C11 = 255 * torch.tensor(processor.image_std)[:, None, None]
 
     @staticmethod
     def is_known(processor: Any) -> bool:
@@ -65,10 +65,12 @@ class QwenPixels:
                 pixels_1CHW, (height, width), mode="bicubic", antialias=True
             )
             pixels_HWC = scaled_1CHW[0].permute(1, 2, 0)
-        values_HWC = (pixels_HWC - self._mean_C) / self._std_C
         squares = (height // patch // merge, merge, patch, width // patch // merge, merge, patch)
-        # Squares of patches by row and column, patches of a square, then channels and pixels.
-        patches = values_HWC.reshape(*squares, 3).permute(0, 3, 1, 4, 6, 2, 5)
+        # Squares of patches by row and column, patches of a square, then channels and pixels. They
+        # are moved as bytes, before each becomes a number of four.
+        pixels = pixels_HWC.reshape(*squares, 3).permute(0, 3, 1, 4, 6, 2, 5)
+        patches = pixels.reshape(-1, 3, 1, patch * patch)
+        values = (patches - self._mean_C11).div_(self._std_C11)
         # A picture is a film whose frames are equal.
-        frames = patches.reshape(-1, 3, 1, patch, patch).expand(-1, -1, self._num_frames, -1, -1)
+        frames = values.expand(-1, -1, self._num_frames, -1)
         return frames.reshape(grid[1] * grid[2], -1), torch.tensor([grid])
