@@ -107,7 +107,8 @@ class Meeting:
             except RuntimeError:
                 # The first that gives up names the missing ranks, and ends the others' waiting.
                 missing = [rank for rank, key in enumerate(keys) if not _has(store, key)]
-                store.compare_set("missing", "", json.dumps(missing))
+                if missing:  # else the last one came just now
+                    store.compare_set("missing", "", json.dumps(missing))
                 for rank in missing:
                     store.set(keys[rank], "")
             if not _has(store, "missing"):
