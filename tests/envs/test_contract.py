@@ -30,7 +30,7 @@ def test_built_in_environments_pass_the_checker(env_id):
         areal_gym.make(env_id).close()
     except (ConfigError, DataError) as error:
         pytest.skip(str(error))
-    broken = [result for result in check_env(env_id, num_tasks=4) if not result.is_ok]
+    broken = [result for result in check_env(env_id, num_tasks=8) if not result.is_ok]
     assert broken == []
 
 

@@ -32,7 +32,7 @@ NAMES = short(
         "lfm2",
         "nemotron_h",
     ],
-    *("llama", "mistral", "gemma2", "deepseek_v3", "llama4_text", "lfm2"),
+    *("llama", "mistral", "gemma2"),
 )
 ROWS = {"two families": ((25, 9), (25, 30), (11, 17), (11, 8)), "few tokens": ((2, 3),)}
 """Lengths of the prompt and of what follows it; 100 tokens, and 5 for four ranks."""

@@ -59,11 +59,7 @@ TWO_RANKS = {
     "shared tokens": ("qwen3", ("trainer.parallel.context=2",)),
     "divided matrices": ("qwen3", ("trainer.parallel.tensor=2",)),
 }
-SHORT = short(
-    TWO_RANKS,
-    *("with a reference", "tied", "divided experts", "replicas", "imitation", "pairs"),
-    *("a reward model", "an adapter, its critic's own trunk", "shared tokens", "divided matrices"),
-)
+SHORT = short(TWO_RANKS, "with a reference", "tied", "divided experts", "imitation", "pairs")
 
 
 def peaks_of_two_ranks(rank, directory):

@@ -196,7 +196,7 @@ def test_set_order_is_deterministic(execute):
     ("code", "status"), [("import time; time.sleep(0.5)", OK), ("while True: pass", TIMEOUT)]
 )
 def test_a_loop_that_stands_still_makes_no_timeout(runner, sandbox, code, status, in_session):
-    """What a snippet has answered in time is read, though the deadline has passed meanwhile."""
+    """A snippet that answers in time is OK, even if the loop reads this after the deadline."""
 
     async def play():
         runner = await sandbox.session() if in_session else sandbox

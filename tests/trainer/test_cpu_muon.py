@@ -14,13 +14,13 @@ NEWTON_SCHULZ = {"coefficients": (3.4445, -4.775, 2.0315), "num_iterations": 5, 
 @pytest.mark.parametrize("shape", [(24, 96), (16, 64), (64, 16)])
 def test_singular_values_become_nearly_one(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = orthogonal(matrix, **NEWTON_SCHULZ)
-    assert (found.shape, found.dtype) == (shape, torch.float32)
-    values = torch.linalg.svdvals(found)
+    orthogonalized = orthogonal(matrix, **NEWTON_SCHULZ)
+    assert (orthogonalized.shape, orthogonalized.dtype) == (shape, torch.float32)
+    values = torch.linalg.svdvals(orthogonalized)
     assert 0.6 < values.min() <= values.max() < 1.3  # as far as five iterations come
     # The directions stay: U V^T turns the matrix into one that is symmetric.
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    assert torch.trace((u @ v).T @ found) > 0.8 * min(shape)
+    assert torch.trace((u @ v).T @ orthogonalized) > 0.8 * min(shape)
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16)])

@@ -35,7 +35,7 @@ def free_url():
 
 
 def joined(ranks, size, *, url, timeout_s, environment=None, later_s=None):
-    """What each of these ranks says when it joins: a sum, or the error's text and hints.
+    """Return what each rank reports: the sum of all ranks, or its error's text and hints.
 
     Ranks named in `later_s` join so many seconds after the others.
     """
@@ -87,7 +87,7 @@ def test_ranks_join_by_address_and_by_file(tmp_path):
 
 @pytest.mark.parametrize("later_s", [0.0, 4.0])
 def test_a_rank_that_never_comes_is_named_in_time(later_s):
-    """Those that came agree, also where rank 0, whose store tells who came, gives up before."""
+    """All ranks that came name the same missing ranks, even if rank 0 gives up first."""
     url = free_url()
     answers = joined([0, 2], 4, url=url, timeout_s=8, later_s={2: later_s})
     assert sorted(answers) == [0, 2]

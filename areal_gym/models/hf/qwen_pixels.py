@@ -67,7 +67,7 @@ class QwenPixels:
             pixels_HWC = scaled_1CHW[0].permute(1, 2, 0)
         squares = (height // patch // merge, merge, patch, width // patch // merge, merge, patch)
         # Squares of patches by row and column, patches of a square, then channels and pixels. They
-        # are moved as bytes, before each becomes a number of four.
+        # are moved as bytes, before each byte becomes a float of four bytes.
         pixels = pixels_HWC.reshape(*squares, 3).permute(0, 3, 1, 4, 6, 2, 5)
         patches = pixels.reshape(-1, 3, 1, patch * patch)
         values = (patches - self._mean_C11).div_(self._std_C11)
