@@ -132,29 +132,32 @@ def _run_row(run: RunInfo) -> dict[str, Any]:
 
 
 def _heldout(run: RunInfo) -> dict[str, Any]:
-    """Return the held-out scores before and after training; after one evaluation, only before.
+    """Return the held-out scores before and after training; None where nothing was measured.
 
     `heldout_reward_*` are None if all rewards are 0 or 1.
     """
-    scores = [evaluation.info.scores for evaluation in Evaluation.of_schedule(run.path)]
+    evaluations = [evaluation.info for evaluation in Evaluation.of_schedule(run.path)]
+    scores = [info.scores for info in evaluations]
+    before = [info.scores for info in evaluations if info.policy["step"] == 0]
+    after = [info.scores for info in evaluations if info.policy["step"] > 0]
     is_graded = any(map(is_graded_reward, scores))
     row: dict[str, Any] = {}
     for name, measure in (("heldout", "pass@1"), ("heldout_reward", "reward")):
         is_shown = is_graded or measure == "pass@1"
-        values = [score.get(measure) if is_shown else None for score in scores]
-        row[f"{name}_before"] = values[0] if values else None
-        row[f"{name}_after"] = values[-1] if len(values) > 1 else None
+        row[f"{name}_before"] = before[0].get(measure) if before and is_shown else None
+        row[f"{name}_after"] = after[-1].get(measure) if after and is_shown else None
     row |= {name: run.summary[name] for name in row if name in run.summary}
     ends = [scores[-1].get(f"reward_{end}") for end in ("low", "high")] if is_graded else [None]
     return {**row, "heldout_reward_interval": None if None in ends else ends}
 
 
 def _heldout_text(row: Mapping[str, Any]) -> str:
-    is_graded = row["heldout_reward_before"] is not None
+    graded = (row["heldout_reward_before"], row["heldout_reward_after"])
+    is_graded = graded != (None, None)
     name, label = ("heldout_reward", "held-out reward") if is_graded else ("heldout", "held out")
-    text = f"{label} {_number(row[f'{name}_before'])}"
-    if row[f"{name}_after"] is not None:
-        text += f" -> {_number(row[f'{name}_after'])}"
+    values = (row[f"{name}_before"], row[f"{name}_after"])
+    known = [_number(value) for value in values if value is not None]
+    text = f"{label} {' -> '.join(known) or '-'}"
     if is_graded and row["heldout_reward_interval"] is not None:
         low, high = row["heldout_reward_interval"]
         text += f" ({low:.3f} to {high:.3f})"

@@ -362,10 +362,16 @@ class EvalConfig(Settings):
     """Sampled episodes per task."""
     every: int = Field(0, ge=0)
     """Training steps between evaluations; 0 evaluates only before and after training."""
+    at_start: bool = True
+    """Whether the policy is evaluated before the first step."""
     split: str = "test"
     """The split of the held-out tasks (`areal-gym show ENV` lists the splits)."""
     fixed_roles: dict[str, str] | None = None
     """The fixed roles of evaluations; null takes those of `env.fixed_roles`."""
+
+    def is_scheduled(self, step: int) -> bool:
+        """Return whether `every` asks for an evaluation after this step."""
+        return self.every > 0 and step > 0 and step % self.every == 0
 
 
 class ClusterConfig(Settings):

@@ -208,7 +208,7 @@ class _OpenPolicy:
 
 @dataclass(slots=True)
 class Evaluations:
-    """A run's evaluations: at step 0 before any update, then on a schedule, then at the end.
+    """A run's evaluations: before any update (`eval.at_start`), on a schedule, and at the end.
 
     A scheduled evaluation runs beside training. If the engine can make a snapshot of itself, it
     measures exactly one version. Servers are shared with training, so a long evaluation samples
@@ -237,12 +237,13 @@ class Evaluations:
 
     def is_due(self, step: int) -> bool:
         """Return whether the settings ask for an evaluation at this step that is not recorded."""
-        every, measured = self.config.eval.every, self._measured()
-        is_wanted = step == 0 or (every > 0 and step % every == 0) or not measured
+        settings, measured = self.config.eval, self._measured()
+        is_first = settings.at_start and (step == 0 or not measured)
+        is_wanted = is_first or settings.is_scheduled(step)
         return is_evaluated(self.config) and is_wanted and step not in measured
 
     async def measure_start(self, step: int) -> None:
-        """Evaluate the policy before training, unless a resumed run has recorded that."""
+        """Evaluate the policy before training, if the settings ask for it and no row has it."""
         if self.is_due(step):
             await self._play(step, self.engine, is_shown=True)
 

@@ -43,8 +43,12 @@ class ExampleEvaluations:
 
     def is_due(self, step: int) -> bool:
         """Return whether the settings ask for an evaluation at this step."""
-        every = self.prepared.config.eval.every
-        return every > 0 and step % every == 0
+        return self.prepared.config.eval.is_scheduled(step)
+
+    async def measure_start(self, step: int) -> None:
+        """Evaluate the policy before training, if the settings ask for it and no row has it."""
+        if self.prepared.config.eval.at_start or self.is_due(step):
+            await self.begin(step)
 
     async def begin(self, step: int) -> None:
         """Evaluate the current policy, unless that is recorded.
@@ -60,7 +64,7 @@ class ExampleEvaluations:
         values = "  ".join(f"{name} {value:.3f}" for name, value in row.items())
         self.prepared.display.say(f"held-out at step {step}: {values} ({len(examples)} examples)")
 
-    measure_start = measure_end = begin
+    measure_end = begin
 
     def scores(self) -> dict[int, float | None]:
         """Return the negative held-out loss by step."""

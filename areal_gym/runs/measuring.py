@@ -26,10 +26,18 @@ class Watch:
     advance: Callable[..., Any] | None
     writer: EvaluationWriter | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
+    _num_scored: int = field(default=0, init=False)
+    _total_reward: float = field(default=0.0, init=False)
+
+    def _keep(self, trajectory: Trajectory) -> None:
+        self.trajectories.append(trajectory)
+        if not trajectory.stop_reason.is_failure:
+            self._num_scored += 1
+            self._total_reward += trajectory.reward
 
     def on_trajectory(self, trajectory: Trajectory) -> None:
         """Keep an episode that has ended."""
-        self.trajectories.append(trajectory)
+        self._keep(trajectory)
         if self.writer is not None:
             self.writer.add_trajectory(trajectory)
 
@@ -41,16 +49,17 @@ class Watch:
     def on_begin(self, num_samples: int) -> None:
         """Write the number of expected samples to the files."""
         if self.writer is not None:
-            self.trajectories += self.writer.kept.values()
+            for trajectory in self.writer.kept.values():
+                self._keep(trajectory)
             self.writer.begin(num_samples)
 
     def on_progress(self, done: int, total: int) -> None:
         """Show the progress."""
         if self.advance is not None:
-            scored = [t.reward for t in self.trajectories if not t.stop_reason.is_failure]
-            num_failed = len(self.trajectories) - len(scored)
+            num_failed = len(self.trajectories) - self._num_scored
             failed = f", {num_failed} failures" if num_failed else ""
-            self.advance(done, f"reward {sum(scored) / max(1, len(scored)):.3f}{failed}")
+            mean = self._total_reward / max(1, self._num_scored)
+            self.advance(done, f"reward {mean:.3f}{failed}")
 
 
 def _options(config: RunConfig, greedy: bool, watch: Watch) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from areal_gym.utils.markup import short
 
 SILENT = (
     # How long the run is, and what is kept and shown of it.
-    *("steps", "eval.every", "trainer.save_every", "trainer.keep_checkpoints", "loggers"),
+    *("steps", "eval.at_start", "eval.every", "loggers"),
+    *("trainer.keep_checkpoints", "trainer.save_every"),
     # Where and how fast it is computed.
     *("cluster", "gateway", "engine.device", "engine.kwargs", "engine.num_slots"),
     *("engine.num_threads", "engine.url", "teacher.url", "trainer.compile", "trainer.cpu_offload"),

@@ -88,7 +88,7 @@ class RunEvaluations(Protocol):
     """A run's evaluations: before training, on a schedule, and at the end; each step once."""
 
     async def measure_start(self, step: int) -> None:
-        """Evaluate the policy before training, unless that is recorded."""
+        """Evaluate the policy before training, if the settings ask for it and no row has it."""
 
     async def measure_end(self, step: int) -> None:
         """Evaluate the policy after training, unless that is recorded."""

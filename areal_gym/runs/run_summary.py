@@ -9,7 +9,6 @@ from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.config.online_settings import ONLINE
 from areal_gym.report import keep_report
 from areal_gym.report.learning_curve import draw_learning_curve
-from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.evaluation import evaluations_of, is_evaluated
 from areal_gym.runs.preparation import PreparedRun
 from areal_gym.runs.run_context import RunContext
@@ -60,39 +59,43 @@ def conclude(run: RunContext[_Item], best: str | None) -> dict[str, Any]:
 def _heldout_tasks(run: PreparedRun, last: int) -> dict[str, Any]:
     if not is_evaluated(run.config):
         return {"num_heldout_tasks": 0}
-    num_tasks = {"num_heldout_tasks": run.directory.read_evaluations()[0]["sampled"]["num_tasks"]}
     rows = evaluations_of(run.directory)
-    before, after = rows[0], next(row for row in rows if row["step"] == last)
-    rewards = (
-        {"heldout_reward_before": before["reward"], "heldout_reward_after": after["reward"]}
-        if "reward" in after
-        else {}
-    )
+    after = next(row for row in rows if row["step"] == last)
+    names = {"heldout": "sampled", "heldout_greedy": "greedy", "heldout_reward": "reward"}
     return {
-        **rewards,
-        "heldout_before": before["sampled"],
-        "heldout_after": after["sampled"],
-        "heldout_greedy_before": before["greedy"],
-        "heldout_greedy_after": after["greedy"],
+        **_changes(names, _before(run, rows), after),
         "heldout_after_interval": [after["low"], after["high"]],
-        **num_tasks,
+        "num_heldout_tasks": run.directory.read_evaluations()[0]["sampled"]["num_tasks"],
     }
 
 
 def _heldout_examples(run: PreparedRun) -> dict[str, Any]:
-    before, after = _first_and_last(run.directory)
+    before, after = _first_and_last(run)
+    names = {"heldout": "accuracy", "heldout_loss": "loss"}
+    return {**_changes(names, before, after), "num_heldout_examples": len(run.examples[1])}
+
+
+def _changes(
+    names: Mapping[str, str], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return `NAME_before` and `NAME_after` of what was measured, by the name in the rows."""
+    ends = (("before", before), ("after", after))
     return {
-        "heldout_before": before["accuracy"],
-        "heldout_after": after["accuracy"],
-        "heldout_loss_before": before["loss"],
-        "heldout_loss_after": after["loss"],
-        "num_heldout_examples": len(run.examples[1]),
+        f"{name}_{end}": row[measure]
+        for name, measure in names.items()
+        for end, row in ends
+        if measure in row
     }
 
 
-def _first_and_last(directory: RunDir) -> tuple[dict[str, float], dict[str, float]]:
-    rows = directory.read_evaluations()
-    return rows[0]["heldout"], rows[-1]["heldout"]
+def _first_and_last(run: PreparedRun) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    rows = run.directory.read_evaluations()
+    return _before(run, rows).get("heldout", {}), rows[-1]["heldout"]
+
+
+def _before(run: PreparedRun, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the evaluation before training; it is empty if there was none."""
+    return rows[0] if run.config.eval.at_start or rows[0]["step"] == 0 else {}
 
 
 def _curve(run: PreparedRun, *, is_supervised: bool) -> bytes:
@@ -112,7 +115,7 @@ def _curve(run: PreparedRun, *, is_supervised: bool) -> bytes:
 def _show(run: PreparedRun, summary: dict[str, Any], *, is_supervised: bool) -> None:
     directory, say = run.directory, run.display.say
     path = quoted(directory.path)
-    table = _example_table(directory) if is_supervised else _task_table(summary)
+    table = _example_table(run) if is_supervised else _task_table(summary)
     for left, middle, right in table:
         say(f"  {left:<20}{middle:>8}{right:>8}".rstrip())
     for line in _unlearned(directory.read_metrics(), summary):
@@ -143,14 +146,13 @@ def _show(run: PreparedRun, summary: dict[str, Any], *, is_supervised: bool) -> 
 
 def _task_table(summary: dict[str, Any]) -> _Rows:
     rows = []
-    if "heldout_before" in summary:
+    if "heldout_after" in summary:
         rows.append(("", "before", "after"))
         keys = {"reward": "heldout_reward", "sampled": "heldout", "greedy": "heldout_greedy"}
         for label, key in keys.items():
-            if f"{key}_before" not in summary:
-                continue
-            before, after = summary[f"{key}_before"], summary[f"{key}_after"]
-            rows.append((f"held-out, {label}", f"{before:.3f}", f"{after:.3f}"))
+            if f"{key}_after" in summary:
+                before, after = summary.get(f"{key}_before"), summary[f"{key}_after"]
+                rows.append((f"held-out, {label}", _three_digits(before), _three_digits(after)))
     best = summary["warm_start"].get("best_demonstrator")
     if best is not None:
         rows.append(("best demonstrator", f"{best:.3f}", ""))
@@ -180,7 +182,11 @@ def _unlearned(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -
         yield "  take more steps (--steps), or another learning rate (trainer.lr)"
 
 
-def _example_table(directory: RunDir) -> _Rows:
-    before, after = _first_and_last(directory)
-    values = [(name, f"{before[name]:.3f}", f"{after[name]:.3f}") for name in before]
+def _example_table(run: PreparedRun) -> _Rows:
+    before, after = _first_and_last(run)
+    values = [(n, _three_digits(before.get(n)), _three_digits(after[n])) for n in after]
     return [("held-out", "before", "after"), *values]
+
+
+def _three_digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

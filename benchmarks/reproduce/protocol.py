@@ -46,7 +46,7 @@ def play(config: RunConfig, keep: Path | None = None) -> tuple[Row, list[Row]]:
         rows = run.read_metrics()
         summary = run.read_summary() or {}
     outcome = {
-        "before": summary["heldout_before"],
+        "before": summary.get("heldout_before"),
         "heldout": summary["heldout_after"],
         "before_reward": summary.get("heldout_reward_before"),
         "heldout_reward": summary.get("heldout_reward_after"),

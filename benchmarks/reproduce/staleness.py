@@ -58,6 +58,7 @@ def settings(case: Case, *, is_quick: bool = False) -> RunConfig:
             f"trainer.optimizer={optimizer}",
             *(f"trainer.{name}={value * rate}" for name, value in _RATES[optimizer].items()),
             f"eval.num_tasks={32 if is_quick else 512}",
+            "eval.at_start=false",  # every run of a seed begins with the same policy
             f"steps={3 if is_quick else _STEPS[rate]}",
             *(f"seed={seed}", *ARMS[arm]),
         ]

@@ -312,6 +312,15 @@ def test_list_runs_with_graded_rewards(cli, tmp_path):
     assert "held-out reward 0.250 -> 1.500 (1.375 to 1.625)" in cli("list", "runs")[1]
 
 
+def test_list_runs_without_an_evaluation_at_the_start(cli, tmp_path):
+    with RunDir.open(tmp_path / "runs" / "a") as made:
+        made.save_config("env: {id: tir}\n")
+        made.append_evaluation({"step": 8, "sampled": {"pass@1": 0.5}, "greedy": {"pass@1": 0.5}})
+    (row,) = json.loads(cli("list", "runs", "--json")[1])
+    assert (row["heldout_before"], row["heldout_after"]) == (None, 0.5)
+    assert "held out 0.500" in cli("list", "runs")[1]
+
+
 def test_show_environment(cli):
     code, out, _ = cli("show", "tir", "--json")
     assert code == 0

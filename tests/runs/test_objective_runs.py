@@ -84,6 +84,13 @@ def run_of(policy, objective, tmp_path, *overrides, **kwargs):
     return train(config, run_dir=tmp_path / "run"), RunDir(tmp_path / "run")
 
 
+def test_first_evaluation_can_be_left_out(tiny_policy, tmp_path):
+    summary, run = run_of(tiny_policy, "sft", tmp_path, "eval.at_start=false", "steps=1")
+    assert [row["step"] for row in run.read_evaluations()] == [1]
+    assert "heldout_before" not in summary
+    assert summary["heldout_loss_after"] > 0
+
+
 @pytest.mark.parametrize(
     ("objective", "overrides"),
     [

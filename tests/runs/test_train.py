@@ -21,6 +21,7 @@ from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import TrainedFile
 from areal_gym.runs.evaluation import evaluate
+from areal_gym.runs.run_display import Display
 from areal_gym.runs.train import train
 from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
 
@@ -219,6 +220,25 @@ def test_resumed_run_keeps_the_evaluation_of_step_0(policy, tmp_path):
     assert [row["step"] for row in found] == [0, 1, 2]
     assert found[0] == before
     assert summary["heldout_before"] == before["sampled"]["pass@1"]
+
+
+def test_runs_can_begin_without_an_evaluation(policy, tmp_path):
+    class Lines(Display):
+        lines = []
+
+        def say(self, text):
+            self.lines.append(text)
+
+    config = config_of(policy, "eval.at_start=false", steps=1)
+    summary = train(config, run_dir=tmp_path / "run", display=Lines())
+    assert "heldout_before" not in summary
+    assert [row["step"] for row in RunDir(tmp_path / "run").read_evaluations()] == [1]
+    shown = "\n".join(Lines.lines)
+    assert f"held-out, sampled{'-':>11}{summary['heldout_after']:>8.3f}" in shown
+    assert "nothing was learned" not in shown
+    longer = config_of(policy, "eval.at_start=false", "eval.every=2", steps=3)
+    train(longer, run_dir=tmp_path / "run", mode="resume")
+    assert [row["step"] for row in RunDir(tmp_path / "run").read_evaluations()] == [1, 2, 3]
 
 
 def test_checkpoint_of_another_model_is_not_resumed(policy, tiny_policy, tmp_path):
