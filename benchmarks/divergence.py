@@ -3,7 +3,7 @@
     python benchmarks/divergence.py [--only lost,default] [--seeds 2] [--json]
 
 lost       8 versions behind, 4 updates a step, twice the demonstration's rate, which old batches do
-           not lower (`trainer.staleness_damping=0`): held-out 0.00
+           not lower (`trainer.max_drift=null`): held-out 0.00
 stale      the same at the demonstration's rate
 fast       synchronous, 4 updates a step, twice the rate
 default    the demonstration: synchronous, one update a step
@@ -34,7 +34,7 @@ from areal_gym.runs.train import train
 
 _BATCH = ["rollout.batch_groups=8", "rollout.group_size=8", "engine.num_slots=64"]
 _BEHIND = [*_BATCH, "rollout.max_staleness=8", "rollout.max_in_flight=576"]
-_BEHIND += ["trainer.minibatches=4", "trainer.staleness_damping=0"]
+_BEHIND += ["trainer.minibatches=4", "trainer.max_drift=null"]
 _TWICE = ["trainer.lr=6e-4", "trainer.muon_lr=6e-3"]
 _ONCE = ["trainer.lr=3e-4", "trainer.muon_lr=3e-3"]
 ARMS = {

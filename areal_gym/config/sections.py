@@ -220,10 +220,9 @@ class TrainerConfig(Settings):
     """Gradients are clipped to this norm."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per step; the step's batch is split among them by group."""
-    staleness_damping: float = Field(1.5, ge=0)
-    """With several updates a step, old batches are trained at a lower learning rate: divided by
-    sqrt(1 + staleness_damping * mean staleness * (minibatches - 1)). With one, the rate is lower
-    while the policy is far from the one that sampled; 0 is off (docs/asynchrony.md)."""
+    max_drift: float | None = Field(0.01, gt=0)
+    """The KL divergence from the policy that sampled, in nats per token, above which stale batches
+    are trained at a lower learning rate (docs/asynchrony.md); null is off."""
     vision: Literal["frozen", "projector", "full"] = "frozen"
     """The trained part of a vision-language model's vision tower: nothing, the projector that maps
     features to tokens, or everything."""

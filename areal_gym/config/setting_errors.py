@@ -59,6 +59,7 @@ _ELSEWHERE = {
     "report_to": "loggers",
     "rollouts_per_example": "rollout.group_size",
     "save_interval": "trainer.save_every",
+    "staleness_damping": "trainer.max_drift",
     "save_steps": "trainer.save_every",
     "sp_size": "trainer.parallel.context",
     "total_steps": "steps",

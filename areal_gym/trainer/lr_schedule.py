@@ -9,11 +9,9 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
 from areal_gym.trainer.batch.experience import TokenBatch
 
-_MAX_DRIFT = 0.01
-"""Nats a token: policies that have drifted further from the one that sampled take shorter steps.
-At the demonstration's rate, 8 versions behind, few steps are above it, at twice of it most."""
-_MEMORY = 0.8
-"""The share of the largest drift that still counts one step later."""
+_MEMORY, _MEMORY_OF_SEVERAL = 0.8, 0.9
+"""The share of the largest drift that still counts one step later. With several updates a step, and
+0.8, the rate was seen to rise and fall like a saw, and one run in five to lose a tenth."""
 
 
 def require_steps(config: TrainerConfig) -> None:
@@ -51,20 +49,6 @@ def lr_factor(config: TrainerConfig, num_steps: int) -> float:
     return schedule.min_ratio + (1 - schedule.min_ratio) * factor
 
 
-def stale_factor(config: TrainerConfig, staleness: float, num_updates: int) -> float:
-    """Return the factor of the learning rates for a batch of this mean staleness.
-
-    1 / sqrt(1 + staleness_damping * staleness * (num_updates - 1))
-
-    A stale batch's gradient points from where the policy was. Optimizers that normalise (AdamW,
-    Muon) follow it in full steps, however little clips and masks leave of it. With several updates,
-    each on a part of the batch, the policy overshoots; for a single one see `DriftDamping`. Zhang
-    et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", divide by the staleness
-    itself; the root damps old batches less (docs/asynchrony.md).
-    """
-    return 1 / math.sqrt(1 + config.staleness_damping * staleness * (num_updates - 1))
-
-
 def teaching_factor(config: TrainerConfig, columns: TokenBatch, members: Sequence[int]) -> float:
     """Return the factor of the learning rates for rows of which only some have an advantage.
 
@@ -93,21 +77,27 @@ def teaching_factor(config: TrainerConfig, columns: TokenBatch, members: Sequenc
 
 
 class DriftDamping:
-    """Damps single updates of stale batches where the policy has drifted from the one that sampled.
+    """Shortens the updates on stale batches where the policy is far from the one that sampled.
 
-    drift = max(KL per token, 0.8 * the drift before)
-    factor = min(1, max(0.01 / drift, 1 / (1 + staleness)))
+    drift = max(KL per token, memory * the drift before)
+    factor = min(1, max(trainer.max_drift / drift, 1 / (1 + staleness)))
 
-    A single update overshoots at high rates only, and then the policy is far from the one that
-    sampled. That shows in some batches and not in others, so it is remembered for a while. Fresh
-    batches are never damped, and others by no more than Zhang et al. 2016 divide, because
-    differences between engine and trainer look like a drift, too (docs/asynchrony.md).
+    memory = 0.8 a step with one update, 0.9 a step with several
+
+    A stale batch's gradient points from where the policy was. Optimizers that normalise (AdamW,
+    Muon) follow it in full steps, however little clips and masks leave of it, so the policy
+    overshoots at high rates, and then it is far from the one that sampled. That shows in some
+    batches and not in others, so it is remembered for a while.
+
+    Fresh batches are never damped, and others by no more than Zhang et al. 2016 ("Staleness-aware
+    Async-SGD for Distributed Deep Learning") divide, because differences between engine and trainer
+    look like a drift, too. docs/asynchrony.md has the experiments.
 
     The drift is not part of a checkpoint: the first stale batch of a resumed run shows it again.
     """
 
     def __init__(self, config: TrainerConfig) -> None:
-        self._is_on = config.staleness_damping > 0
+        self._limit = config.max_drift
         self._drift = 0.0
 
     def factor(self, divergence: float, staleness: float, num_updates: int) -> float:
@@ -116,13 +106,13 @@ class DriftDamping:
         Args:
             divergence: the KL divergence per token from the policy that sampled, in nats.
             staleness: the batch's mean staleness, in versions.
-            num_updates: updates of the step; with several, see `stale_factor`.
+            num_updates: updates of the step.
         """
-        if num_updates > 1 or not self._is_on:
+        if self._limit is None:
             return 1.0
+        least = 1 / (1 + staleness)
         if not math.isfinite(divergence):
-            return 1 / (1 + staleness)
-        self._drift = max(divergence, _MEMORY * self._drift)
-        if self._drift <= _MAX_DRIFT:
-            return 1.0
-        return max(_MAX_DRIFT / self._drift, 1 / (1 + staleness))
+            return least
+        memory = _MEMORY if num_updates == 1 else _MEMORY_OF_SEVERAL ** (1 / num_updates)
+        self._drift = max(divergence, memory * self._drift)
+        return 1.0 if self._drift <= self._limit else max(self._limit / self._drift, least)

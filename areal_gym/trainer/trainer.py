@@ -52,7 +52,7 @@ from areal_gym.trainer.batch_pass import pick_tokens
 from areal_gym.trainer.chunked_logprobs import TokenScores
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.lora import adapter_weights
-from areal_gym.trainer.lr_schedule import DriftDamping, stale_factor, teaching_factor
+from areal_gym.trainer.lr_schedule import DriftDamping, teaching_factor
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.out_of_memory import readable_memory_errors
 from areal_gym.trainer.parallel.fsdp import autocast, reducing_once
@@ -180,14 +180,13 @@ class Trainer(PolicyTrainer):
         )
         columns = self._columns(rows, proximal)
         metrics |= self._compute_advantages(every_row, rows, columns)
-        staleness = metrics["rollout/staleness_mean"]
-        lr_scale = self._lr_scale() * stale_factor(self.config, staleness, len(minibatches))
+        lr_scale = self._lr_scale()
         step = Step(
             rows=rows,
             columns=columns,
             proximal=proximal,
             version=version,
-            staleness=staleness,
+            staleness=metrics["rollout/staleness_mean"],
             num_updates=len(minibatches),
             work=StepStats(self.decoder.shape, self._device, self.config.dtype),
             lr_scale=lr_scale,

@@ -26,7 +26,7 @@ SMALL = (
     *("rollout.batch_groups=8", "rollout.group_size=8", "rollout.max_in_flight=64"),
     "trainer.optimizer=muon",
     # A run that is lost goes on to its end: that is what is measured.
-    "guard.action=ignore",
+    "guard.action=warn",
 )
 """Settings of all runs: 8 groups of 8 episodes a step, the starter policy of the seed."""
 

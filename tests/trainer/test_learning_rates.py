@@ -12,7 +12,7 @@ from areal_gym.runs.preparation import save_settings
 from areal_gym.runs.resume import require_resumable
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
-from areal_gym.trainer.lr_schedule import DriftDamping, lr_factor, stale_factor
+from areal_gym.trainer.lr_schedule import DriftDamping, lr_factor
 from areal_gym.trainer.objectives.supervised import Sft, Supervised
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.trainer import Trainer
@@ -119,14 +119,7 @@ def test_resuming_with_more_steps_says_what_becomes_of_the_rate(tmp_path):
 # ---- stale batches ------------------------------------------------------------------------------
 
 
-def test_rate_falls_with_staleness_and_further_updates():
-    config = TrainerConfig(staleness_damping=0.75)
-    cases = [(0.0, 4), (9.0, 1), (4.0, 2), (1.0, 5), (5.0, 5)]
-    assert [stale_factor(config, *case) for case in cases] == [1, 1, 0.5, 0.5, 0.25]
-    assert stale_factor(TrainerConfig(staleness_damping=0), 1e9, 8) == 1
-
-
-def test_rate_of_a_single_update_falls_where_the_policy_has_drifted():
+def test_rate_of_an_update_falls_where_the_policy_has_drifted():
     def factors(*cases, **settings):
         damping = DriftDamping(TrainerConfig(**settings))
         return [damping.factor(*case) for case in cases]
@@ -136,9 +129,16 @@ def test_rate_of_a_single_update_falls_where_the_policy_has_drifted():
     # It is remembered: three steps later more than a half of 0.02 is left, and then less.
     later = factors((0.02, 9.0, 1), *[(0.0, 9.0, 1)] * 4)
     assert later == pytest.approx([0.5, 0.5 / 0.8, 0.5 / 0.64, 0.5 / 0.512, 1])
-    assert factors((1.0, 4.0, 2), (0.0, 4.0, 1)) == [1, 1]
     assert factors((math.nan, 3.0, 1), (math.inf, 3.0, 1), (0.0, 3.0, 1)) == [0.25, 0.25, 1]
-    assert factors((1.0, 4.0, 1), staleness_damping=0) == [1]
+    assert factors((1.0, 4.0, 1), (1.0, 4.0, 4), max_drift=None) == [1, 1]
+    assert factors((0.04, 9.0, 1), max_drift=0.02) == [0.5]
+
+
+def test_drift_is_remembered_by_steps_and_not_by_updates():
+    damping = DriftDamping(TrainerConfig())
+    assert [damping.factor(drift, 9.0, 4) for drift in (0.01, 0.02)] == [1, 0.5]
+    later = [damping.factor(0.0, 9.0, 4) for _ in range(8)]  # two steps of four updates
+    assert later[3::4] == pytest.approx([0.5 / 0.9, 0.5 / 0.81])
 
 
 def first_step(version, minibatches=2, is_drifted=True, **settings):
@@ -152,26 +152,19 @@ def first_step(version, minibatches=2, is_drifted=True, **settings):
     return metrics, float((decoder.model.norm.weight.detach() - before).abs().mean())
 
 
-def test_a_trainer_lowers_the_rate_for_stale_batches():
-    fresh, moved = first_step(0)
-    assert fresh["train/lr"] == 1e-3
-    assert first_step(28, minibatches=1, is_drifted=False)[0]["train/lr"] == 1e-3
-    stale, moved_by_stale = first_step(28, staleness_damping=2.25)  # 1 + 2.25 * 28 = 8 * 8
-    assert stale["train/lr"] == 1e-3 / 8
-    assert moved_by_stale == pytest.approx(moved / 8, rel=0.5)
-    without, moved_without = first_step(28, staleness_damping=0)
-    assert without["train/lr"] == 1e-3
-    assert moved_without == pytest.approx(moved, rel=0.5)
-
-
-def test_a_trainer_lowers_the_rate_of_a_single_update_that_has_drifted():
-    fresh, moved = first_step(0, minibatches=1)
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_trainer_lowers_the_rate_of_updates_that_have_drifted(minibatches):
+    fresh, moved = first_step(0, minibatches=minibatches)
     assert fresh["train/approx_kl"] > 0.1
     assert fresh["train/lr"] == 1e-3
-    stale, moved_by_stale = first_step(3, minibatches=1)
+    honest, _ = first_step(28, minibatches=minibatches, is_drifted=False)
+    assert honest["train/lr"] == 1e-3
+    stale, moved_by_stale = first_step(3, minibatches=minibatches)
     assert stale["train/lr"] == pytest.approx(1e-3 / 4)
     assert moved_by_stale == pytest.approx(moved / 4, rel=0.2)
-    assert first_step(3, minibatches=1, staleness_damping=0)[0]["train/lr"] == 1e-3
+    undamped, moved_undamped = first_step(3, minibatches=minibatches, max_drift=None)
+    assert undamped["train/lr"] == 1e-3
+    assert moved_undamped == pytest.approx(moved, rel=0.2)
 
 
 # ---- rows without an advantage ------------------------------------------------------------------
