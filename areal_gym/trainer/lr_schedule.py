@@ -105,12 +105,13 @@ class DriftDamping:
 
         Args:
             divergence: the KL divergence per token from the policy that sampled, in nats.
-            staleness: the batch's mean staleness, in versions.
+            staleness: the batch's mean staleness, in versions; it may be negative.
             num_updates: updates of the step.
         """
         if self._limit is None:
             return 1.0
-        least = 1 / (1 + staleness)
+        # After --from-step, episodes of the journal may be of versions that are to come.
+        least = 1 / (1 + abs(staleness))
         if not math.isfinite(divergence):
             return least
         memory = _MEMORY if num_updates == 1 else _MEMORY_OF_SEVERAL ** (1 / num_updates)

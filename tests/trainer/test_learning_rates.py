@@ -132,6 +132,7 @@ def test_rate_of_an_update_falls_where_the_policy_has_drifted():
     assert factors((math.nan, 3.0, 1), (math.inf, 3.0, 1), (0.0, 3.0, 1)) == [0.25, 0.25, 1]
     assert factors((1.0, 4.0, 1), (1.0, 4.0, 4), max_drift=None) == [1, 1]
     assert factors((0.04, 9.0, 1), max_drift=0.02) == [0.5]
+    assert factors((0.0, -1.0, 1), (1.0, -1.0, 4)) == [1, 0.5]  # sampled by a policy to come
 
 
 def test_drift_is_remembered_by_steps_and_not_by_updates():

@@ -99,7 +99,7 @@ NOT_RUN = (
 """(pattern, reason): of such commands only the names are checked."""
 
 DRAWINGS = (
-    (r"^(?:rewards|tasks) ->|^this process +Ray|^first prompt \|",),
+    (r"^(?:rewards|tasks) ->|^this process +Ray|^first prompt \||^drift +=",),
     (r"^areal-gym train, eval, view|^runs/NAME|^message = await episode",),
     (r"^import areal_gym\n\nareal_gym\.train\(",),  # tests/runs/test_own_prompts.py runs it
     (r"^VLLM_SERVER_DEV_MODE=1",),  # another program's command
