@@ -21,7 +21,7 @@ from areal_gym.run_dir.evaluations import (
 )
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.run_list import RunInfo, run_info, run_paths
-from areal_gym.utils.markup import counted, short
+from areal_gym.utils.markup import counted, short, three_digits
 
 CHOICES = (*KINDS, "algorithms", "runs", "evals")
 
@@ -111,7 +111,7 @@ def _list_runs(root: Path, as_json: bool) -> None:
         return
     cells = []
     for row in rows:
-        facts = (f"reward {_number(row['reward'])}", _heldout_text(row))
+        facts = (f"reward {three_digits(row['reward'])}", _heldout_text(row))
         state = (f"step {row['steps']}", row["status"])
         cells.append((row["path"], row["env"], *state, *facts, short(row["error"] or "", 60)))
     print_columns(cells)
@@ -152,12 +152,13 @@ def _heldout(run: RunInfo) -> dict[str, Any]:
 
 
 def _heldout_text(row: Mapping[str, Any]) -> str:
-    graded = (row["heldout_reward_before"], row["heldout_reward_after"])
-    is_graded = graded != (None, None)
-    name, label = ("heldout_reward", "held-out reward") if is_graded else ("heldout", "held out")
-    values = (row[f"{name}_before"], row[f"{name}_after"])
-    known = [_number(value) for value in values if value is not None]
-    text = f"{label} {' -> '.join(known) or '-'}"
+    def known(name: str) -> list[float]:
+        return [x for end in ("before", "after") if (x := row[f"{name}_{end}"]) is not None]
+
+    graded = known("heldout_reward")
+    is_graded = bool(graded)
+    label = "held-out reward" if is_graded else "held out"
+    text = f"{label} {' -> '.join(map(three_digits, graded or known('heldout'))) or '-'}"
     if is_graded and row["heldout_reward_interval"] is not None:
         low, high = row["heldout_reward_interval"]
         text += f" ({low:.3f} to {high:.3f})"
@@ -208,7 +209,3 @@ def evaluation_card(info: EvaluationInfo) -> dict[str, Any]:
     scores = card.pop("scores")
     card["path"] = str(info.path)
     return {**card, **{name: value for name, value in scores.items() if name not in card}}
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -14,7 +14,7 @@ from areal_gym.runs.preparation import PreparedRun
 from areal_gym.runs.run_context import RunContext
 from areal_gym.utils.command_words import quoted
 from areal_gym.utils.files import write_atomic
-from areal_gym.utils.markup import counted
+from areal_gym.utils.markup import counted, three_digits
 from areal_gym.utils.statistics import cpu_s
 from areal_gym.version import __version__
 
@@ -152,7 +152,7 @@ def _task_table(summary: dict[str, Any]) -> _Rows:
         for label, key in keys.items():
             if f"{key}_after" in summary:
                 before, after = summary.get(f"{key}_before"), summary[f"{key}_after"]
-                rows.append((f"held-out, {label}", _three_digits(before), _three_digits(after)))
+                rows.append((f"held-out, {label}", three_digits(before), three_digits(after)))
     best = summary["warm_start"].get("best_demonstrator")
     if best is not None:
         rows.append(("best demonstrator", f"{best:.3f}", ""))
@@ -184,9 +184,5 @@ def _unlearned(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -
 
 def _example_table(run: PreparedRun) -> _Rows:
     before, after = _first_and_last(run)
-    values = [(n, _three_digits(before.get(n)), _three_digits(after[n])) for n in after]
+    values = [(n, three_digits(before.get(n)), three_digits(after[n])) for n in after]
     return [("held-out", "before", "after"), *values]
-
-
-def _three_digits(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -80,7 +80,7 @@ class DriftDamping:
     """Shortens the updates on stale batches where the policy is far from the one that sampled.
 
     drift = max(KL per token, memory * the drift before)
-    factor = min(1, max(trainer.max_drift / drift, 1 / (1 + staleness)))
+    factor = min(1, max(trainer.max_drift / drift, 1 / (1 + |staleness|)))
 
     memory = 0.8 a step with one update, 0.9 a step with several
 

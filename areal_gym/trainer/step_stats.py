@@ -120,8 +120,6 @@ class Step:
     """The mean staleness of the batch's tokens, in versions."""
     num_updates: int
     work: StepStats
-    lr_scale: float
-    """Factor of the learning rates that all updates of the step have in common."""
     lr_scales: list[float] = field(default_factory=list)
     """Factors of the learning rates in the updates so far."""
     totals: Totals = field(default_factory=Totals)

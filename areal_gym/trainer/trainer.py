@@ -180,7 +180,6 @@ class Trainer(PolicyTrainer):
         )
         columns = self._columns(rows, proximal)
         metrics |= self._compute_advantages(every_row, rows, columns)
-        lr_scale = self._lr_scale()
         step = Step(
             rows=rows,
             columns=columns,
@@ -189,14 +188,13 @@ class Trainer(PolicyTrainer):
             staleness=metrics["rollout/staleness_mean"],
             num_updates=len(minibatches),
             work=StepStats(self.decoder.shape, self._device, self.config.dtype),
-            lr_scale=lr_scale,
         )
         norms = [
             self._update(step, members, is_first=i == 0) for i, members in enumerate(minibatches)
         ]
         metrics |= step.metrics(self._ranks, is_stale=is_stale)
         metrics["train/grad_norm"] = sum(norms) / len(norms)
-        metrics["train/lr"] = self.config.lr * mean(step.lr_scales or [lr_scale])
+        metrics["train/lr"] = self.config.lr * mean(step.lr_scales)
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
         self.num_steps += 1
         self._last = step
@@ -344,7 +342,7 @@ class Trainer(PolicyTrainer):
         sums = self._ranks.sum({"loss": sum_of_losses, "drift": drift})
         is_finite = math.isfinite(sums["loss"])
         damping = self._drift_damping.factor(sums["drift"], step.staleness, step.num_updates)
-        lr_scale = step.lr_scale * damping
+        lr_scale = self._lr_scale() * damping
         if self._divergence is None:
             lr_scale *= teaching_factor(self.config, step.columns, members)
         step.lr_scales.append(lr_scale)

@@ -71,6 +71,11 @@ def number(value: object) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
+def three_digits(value: float | None) -> str:
+    """Return a score for a table; "-" if there is none."""
+    return "-" if value is None else f"{value:.3f}"
+
+
 def gigabytes(num_bytes: float) -> str:
     """Return a number of bytes in gigabytes (1e9), without the unit: `"1.5"`."""
     return f"{num_bytes / 1e9:.1f}"

@@ -135,8 +135,10 @@ def main() -> None:
         print(json.dumps(list(runs.values())))
         return
     print(f"The paper (AIME24 at eta 0, 1, 2, 4, 8): {PAPER}\n")
-    print("| updates | rate | eta | arm | held-out | lowest ", end="")
-    print("| against synchronous | KL | lag | guard |")
+    print(
+        "| updates | rate | eta | arm | held-out | lowest | "
+        "against synchronous | KL | lag | guard |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for (updates, rate), eta in itertools.product(grid, [0, *options.eta]):
         for arm in ["default"] if eta == 0 else arms:

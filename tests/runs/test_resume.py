@@ -26,19 +26,9 @@ from areal_gym.rollout.journal import Journal
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.run_status import StatusFile, StatusRecord
 from areal_gym.runs.resume import NEVER, SILENT, changed_settings, require_resumable
-from areal_gym.runs.run_display import Display
 from areal_gym.runs.train import train
+from tests._support.display_lines import Lines
 from tests.run_dir.test_untrusted_runs import SMALL, tree_of
-
-
-class Heard(Display):
-    """Keeps what a run says."""
-
-    def __init__(self):
-        self.lines = []
-
-    def say(self, text):
-        self.lines.append(text)
 
 
 def config_of(policy, *overrides, steps=1):
@@ -210,7 +200,7 @@ def test_torn_last_line_is_cut_reported_and_kept_aside(run, tiny_policy, torn):
             stream.write(torn)
     (run / "summary.json").unlink()
     assert [row["step"] for row in RunDir(run).read_metrics()] == [1]
-    heard = Heard()
+    heard = Lines()
     train(config_of(tiny_policy, steps=2), run_dir=run, mode="resume", display=heard)
     assert [row["step"] for row in RunDir(run).read_metrics()] == [1, 2]
     for name in ("metrics.jsonl", "evaluations.jsonl", "journal.jsonl"):

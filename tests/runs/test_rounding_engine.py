@@ -9,8 +9,8 @@ from areal_gym.config import load_config
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.replay import replay
-from areal_gym.runs.run_display import Display
 from areal_gym.runs.train import train
+from tests._support.display_lines import Lines
 
 SMALL = [
     "env.id=shaped",
@@ -33,16 +33,6 @@ def sharp_policy(tiny_policy, tmp_path_factory):
         for parameter in decoder.parameters():
             parameter.mul_(3.0)
     return save_checkpoint(decoder, tmp_path_factory.mktemp("sharp"), tokenizer_dir=tiny_policy)
-
-
-class Lines(Display):
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def first_step(policy, run_dir, *overrides):

@@ -21,9 +21,9 @@ from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import TrainedFile
 from areal_gym.runs.evaluation import evaluate
-from areal_gym.runs.run_display import Display
 from areal_gym.runs.train import train
 from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
+from tests._support.display_lines import Lines
 
 SMALL = [
     "rollout.group_size=4",
@@ -223,17 +223,12 @@ def test_resumed_run_keeps_the_evaluation_of_step_0(policy, tmp_path):
 
 
 def test_runs_can_begin_without_an_evaluation(policy, tmp_path):
-    class Lines(Display):
-        lines = []
-
-        def say(self, text):
-            self.lines.append(text)
-
+    display = Lines()
     config = config_of(policy, "eval.at_start=false", steps=1)
-    summary = train(config, run_dir=tmp_path / "run", display=Lines())
+    summary = train(config, run_dir=tmp_path / "run", display=display)
     assert "heldout_before" not in summary
     assert [row["step"] for row in RunDir(tmp_path / "run").read_evaluations()] == [1]
-    shown = "\n".join(Lines.lines)
+    shown = "\n".join(display.lines)
     assert f"held-out, sampled{'-':>11}{summary['heldout_after']:>8.3f}" in shown
     assert "nothing was learned" not in shown
     longer = config_of(policy, "eval.at_start=false", "eval.every=2", steps=3)

@@ -16,9 +16,9 @@ from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.plugins import PluginManager, Registry, set_registry
 from areal_gym.run_dir.run_dir import RunDir
-from areal_gym.runs.run_display import Display
 from areal_gym.runs.train import train
 from tests._support import ending_env
+from tests._support.display_lines import Lines
 from tests._support.long_tests import skip_long_if_real
 from tests._support.server_processes import SERVED_CONTEXT
 from tests._support.sglang_processes import running_server
@@ -66,14 +66,6 @@ def ending():
     yield
     ending_env.on_end.clear()
     set_registry(None)
-
-
-class Lines(Display):
-    def __init__(self):
-        self.lines = []
-
-    def say(self, text):
-        self.lines.append(text)
 
 
 class Outage:
