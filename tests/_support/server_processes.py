@@ -8,6 +8,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+import warnings
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,41 @@ def running_process(command, url, log, *, variables, start_s):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+class KeptServer:
+    """One server for many tests: whoever asks for it after its end gets a new one.
+
+    Args:
+        running: it gets a file for the server's log and a port (None for any), and returns a
+            context that yields the server's URL and process.
+        home: the directory of the logs.
+    """
+
+    def __init__(self, running, home):
+        self._running, self._home = running, home
+        self._stack = contextlib.ExitStack()
+        self._num_starts = 0
+        self.log = self.url = self.process = None
+
+    def started(self, port=None):
+        """Return its URL and process; start it if there is none, or it has ended."""
+        if self.process is None or self.process.poll() is not None:
+            self.close()
+            self.log = self._home / f"server-{self._num_starts}.log"
+            self._num_starts += 1
+            self.url, self.process = self._stack.enter_context(self._running(self.log, port))
+        return self.url, self.process
+
+    def started_or_told(self):
+        """Return its URL; a server that ended without being asked to is told as a warning."""
+        if self.process is not None and self.process.poll() is not None:
+            status, end = self.process.poll(), self.log.read_text(errors="replace")[-4000:]
+            warnings.warn(f"a server of the tests ended ({status}): {end}", stacklevel=1)
+        return self.started()[0]
+
+    def close(self):
+        self._stack.close()
 
 
 def free_port():

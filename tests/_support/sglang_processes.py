@@ -72,26 +72,3 @@ def running_server(kind, policy, log, *flags, port=None):
     variables = SGLangEngine.recipe.variables()
     with running_process(words, url, log, variables=variables, start_s=START_S) as process:
         yield url, process
-
-
-class SpareServer:
-    """A second server, which a test may kill: the next one that asks then gets a new one."""
-
-    def __init__(self, kind, policy, home):
-        self._kind, self._policy, self._home = kind, policy, home
-        self._stack = contextlib.ExitStack()
-        self._num_starts = 0
-        self.url = self.process = None
-
-    def started(self, port=None):
-        """Return its URL and process; start it if there is none, or it was killed."""
-        if self.process is None or self.process.poll() is not None:
-            self.close()
-            log = self._home / f"spare-{self._num_starts}.log"
-            self._num_starts += 1
-            running = running_server(self._kind, self._policy, log, port=port)
-            self.url, self.process = self._stack.enter_context(running)
-        return self.url, self.process
-
-    def close(self):
-        self._stack.close()

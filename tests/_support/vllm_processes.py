@@ -37,12 +37,13 @@ KINDS = ["fake", pytest.param("real", marks=[NEEDS_REAL, pytest.mark.slow])]
 
 
 @contextlib.contextmanager
-def running_server(kind, policy, log, *flags):
-    """Run a server as areal-gym would start it; yield its URL."""
-    port, recipe = str(free_port()), VLLMEngine.recipe
+def running_server(kind, policy, log, *flags, port=None):
+    """Run a server as areal-gym would start it, on a free port; yield its URL and process."""
+    port, recipe = str(free_port() if port is None else port), VLLMEngine.recipe
     url = f"http://127.0.0.1:{port}"
     command = FAKE if kind == "fake" else real_command()
     place = [str(policy), "--host", "127.0.0.1", "--port", port]
     words = [*command, *place, *recipe.arguments, *LIMITS, *flags]
-    with running_process(words, url, log, variables=recipe.variables(), start_s=START_S):
-        yield url
+    variables = recipe.variables()
+    with running_process(words, url, log, variables=variables, start_s=START_S) as process:
+        yield url, process

@@ -6,8 +6,8 @@ import pytest
 
 from areal_gym.testing.engine_contract import tiny_policies
 from tests._support.long_tests import skip_long_if_real
-from tests._support.server_processes import SERVED_CONTEXT
-from tests._support.sglang_processes import KINDS, LORA, SpareServer, running_server
+from tests._support.server_processes import SERVED_CONTEXT, KeptServer
+from tests._support.sglang_processes import KINDS, LORA, running_server
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -32,18 +32,32 @@ def decoders(policies):
 
 
 @pytest.fixture(scope="session")
-def server(kind, policies, tmp_path_factory):
-    """The URL of one server for all tests of a kind; each test publishes what it needs."""
-    flags = LORA if kind == "real" else []
-    log = tmp_path_factory.mktemp(kind) / "server.log"
-    with running_server(kind, policies[0], log, *flags) as (url, _):
-        yield url
+def kept_server(kind, policies, tmp_path_factory):
+    """The server that all tests of a kind share."""
+
+    def running(log, port):
+        flags = LORA if kind == "real" else []
+        return running_server(kind, policies[0], log, *flags, port=port)
+
+    server = KeptServer(running, tmp_path_factory.mktemp(kind))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(kept_server):
+    """The URL of the server that all tests of a kind share; each test publishes what it needs."""
+    return kept_server.started_or_told()
 
 
 @pytest.fixture(scope="session")
 def spare(kind, policies, tmp_path_factory):
-    """A second server for all tests of a kind; each test publishes what it needs."""
+    """A second server for all tests of a kind, which a test may kill."""
     skip_long_if_real(kind)
-    server = SpareServer(kind, policies[0], tmp_path_factory.mktemp("spare"))
+
+    def running(log, port):
+        return running_server(kind, policies[0], log, port=port)
+
+    server = KeptServer(running, tmp_path_factory.mktemp("spare"))
     yield server
     server.close()

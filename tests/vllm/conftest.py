@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_gym.testing.engine_contract import tiny_policies
-from tests._support.server_processes import SERVED_CONTEXT
+from tests._support.server_processes import SERVED_CONTEXT, KeptServer
 from tests._support.vllm_processes import KINDS, LORA, running_server
 
 
@@ -31,8 +31,18 @@ def decoders(policies):
 
 
 @pytest.fixture(scope="session")
-def server(kind, policies, tmp_path_factory):
-    """The URL of one server for all tests of a kind; each test publishes what it needs."""
-    log = tmp_path_factory.mktemp(kind) / "server.log"
-    with running_server(kind, policies[0], log, *LORA) as url:
-        yield url
+def kept_server(kind, policies, tmp_path_factory):
+    """The server that all tests of a kind share."""
+
+    def running(log, port):
+        return running_server(kind, policies[0], log, *LORA, port=port)
+
+    server = KeptServer(running, tmp_path_factory.mktemp(kind))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(kept_server):
+    """The URL of the server that all tests of a kind share; each test publishes what it needs."""
+    return kept_server.started_or_told()

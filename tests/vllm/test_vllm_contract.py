@@ -40,7 +40,7 @@ def test_real_vllm_with_pictures_keeps_the_contract(tmp_path):
     require_torchvision(VENV)
     pair = policies_of("qwen3_vl", tmp_path)
     abilities = replace(SERVED_VLLM["real"], takes_images=True)
-    with running_server("real", pair.first, tmp_path / "log") as url:
+    with running_server("real", pair.first, tmp_path / "log") as (url, _):
         for rule in RULES_OF_PICTURES:
             check_engine(rule, served(VLLMEngine, url), pair, abilities)
         check_engine("picture-updates", served(VLLMEngine, url, "keep"), pair, abilities)
@@ -60,7 +60,7 @@ def test_two_workers_keep_the_contract(rules, weight_syncs, policies, tmp_path):
     pair = EnginePolicies(first=policies[0], second=policies[1])
     abilities = replace(SERVED_VLLM["real"], weight_syncs=weight_syncs)
     flags = ("--tensor-parallel-size", "2")
-    with running_server("real", policies[0], tmp_path / "log", *flags) as url:
+    with running_server("real", policies[0], tmp_path / "log", *flags) as (url, _):
         assert asyncio.run(num_workers(policies[0], url)) == 2
         for rule in rules:
             check_engine(rule, served(VLLMEngine, url), pair, abilities)
