@@ -1,10 +1,12 @@
-"""What pictures cost: a training step with siblings, memory of episodes in flight, host time.
+"""What pictures cost: training and sampling with siblings, memory of episodes, host time.
 
-    python benchmarks/pictures.py [--only step,memory,host] [--json]
+    python benchmarks/pictures.py [--only step,turns,memory,host] [--json]
 
 step     4 prompts x 8 answers of 32 tokens, a picture of 64 placeholders a prompt, a Qwen3-VL of
          1.1 million parameters, tower trained: CPU seconds of forward and backward pass, siblings
          sharing their prompt and its picture (4 pictures), and each row by itself (32)
+turns    answers of 2 tokens by the embedded engine, 192 that arrive at once, a picture of 64
+         placeholders each: CPU milliseconds of one, 16 siblings to a picture, and each by itself
 memory   32 episodes x 10 turns x 10 pictures of 640 x 480, all in flight at once: private memory
          of the process, beyond that of one episode; the pictures' own bytes lie in the store
 host     CPU milliseconds of a picture that an environment draws, or that comes as JPEG: read,
@@ -32,6 +34,8 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.chat import Renderer
+from areal_gym.engines.base import SamplingParams
+from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.shapes import ShapesEnv
@@ -112,6 +116,37 @@ def _pass_seconds(policy: Any, rows: list[Row]) -> float:
     score_tokens(policy, pack(rows), masks).logprobs.sum().backward()
     policy.zero_grad()
     return time.process_time() - begin_s
+
+
+# ---- turns ---------------------------------------------------------------------------------------
+
+
+def turns(num_repeats: int = 3) -> dict[str, float]:
+    spent = {}
+    for name, num_siblings in (("sibling_ms", 16), ("alone_ms", 1)):
+        times = [asyncio.run(_turn_ms(num_siblings)) for _ in range(num_repeats)]
+        spent[name] = statistics.median(times)
+    return spent | {"ratio": spent["sibling_ms"] / spent["alone_ms"]}
+
+
+async def _turn_ms(num_siblings: int, num_turns: int = 192) -> float:
+    engine = EmbeddedEngine.from_checkpoint(checkpoint(), max_context=128)
+    prompts = []
+    for seed in range(num_turns // num_siblings):
+        part = image_store().add(drawn(seed, (128, 128)))
+        image = ImageRef(part["sha256"], 5, 64, (1, 16, 16))
+        prompts += [([10, *[1] * (4 + image.length), *range(20, 35)], image)] * num_siblings
+    await engine.start()
+    begin_s = time.process_time()
+    await asyncio.gather(
+        *(
+            engine.generate(ids, SamplingParams(max_new_tokens=2, seed=seed), images=(image,))
+            for seed, (ids, image) in enumerate(prompts)
+        )
+    )
+    spent_s = time.process_time() - begin_s
+    await engine.aclose()
+    return 1000 * spent_s / num_turns
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -220,7 +255,12 @@ def _ms(call: Callable[[Any], Any], values: list[Any]) -> float:
     return 1000 * statistics.median(spent)
 
 
-PARTS: dict[str, Callable[[], dict[str, float]]] = {"step": step, "memory": memory, "host": host}
+PARTS: dict[str, Callable[[], dict[str, float]]] = {
+    "step": step,
+    "turns": turns,
+    "memory": memory,
+    "host": host,
+}
 
 
 def main() -> None:

@@ -33,8 +33,8 @@ STARTER_DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     "shapes": {
         "rollout": {
             "group_size": 16,
-            "batch_groups": 24,
-            "max_in_flight": 384,
+            "batch_groups": 12,
+            "max_in_flight": 192,
             "max_staleness": 1,
         },
         "trainer": {"lr": 6e-4, "muon_lr": 6e-3, "lr_schedule": {"id": "linear"}},
@@ -43,8 +43,8 @@ STARTER_DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Further ones by environment. An answer in `shapes` is one token, of which a batch needs many; a
-rate that falls to zero averages over their noise at the end. Training on
-pictures takes as long as sampling, and one version of staleness lets both go on at once."""
+rate that falls to zero averages over their noise at the end. Training on pictures takes as long as
+sampling, and one version of staleness lets both go on at once."""
 
 _STARTER_LORA = {"optimizer": "adamw", "lr": 3e-3, "vision": "frozen"}
 """The trainer's defaults if the starter policy has an adapter, for which Muon is not suitable, and

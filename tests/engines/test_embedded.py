@@ -237,8 +237,17 @@ def test_diverging_row_leaves_its_sibling_family(change):
         assert worst_gap(new, longer, again) < 1e-4
 
 
-def test_siblings_compute_their_prompt_once():
+def test_siblings_compute_their_prompt_once(monkeypatch):
+    """Its last token is computed by each, together with the rows that decode."""
     prompt = prompt_of(random.Random(3), 40)
+    prompts = []
+    compute = CachedDecoder.forward
+
+    def forward(self, step):
+        prompts.extend(step.prompts)
+        return compute(self, step)
+
+    monkeypatch.setattr(CachedDecoder, "forward", forward)
 
     async def play(engine: EmbeddedEngine):
         await asyncio.gather(
@@ -256,6 +265,7 @@ def test_siblings_compute_their_prompt_once():
     # 40 tokens once, and for each of six others the last one again.
     assert stats.prefilled == 40 + 6
     assert stats.reused == 6 * 39
+    assert list(map(len, prompts)) == [40]
 
 
 def test_turn_prefills_new_tokens_only():

@@ -98,6 +98,26 @@ def test_siblings_share_a_prompt_with_pictures_and_others_do_not(tmp_path):
         asyncio.run(play())
 
 
+def test_siblings_of_a_prompt_that_ends_with_a_picture_of_one_token_see_it(tmp_path):
+    async def play():
+        engine = EmbeddedEngine.from_checkpoint(tmp_path / "policy", max_context=256)
+        await engine.start()
+        try:
+            images = (placed_picture(policy, 0, 3, (16, 16)),)
+            assert images[0].length == 1
+            ids = [5, 6, 7, policy.vision.banned_ids[0]]
+            for session in ("a", "b"):
+                params = SamplingParams(max_new_tokens=4, seed=0)
+                done = await engine.generate(ids, params, session=session, images=images)
+                assert worst_gap(policy, ids, images, done) <= 2e-5
+            assert engine.stats.reused == 3
+        finally:
+            await engine.aclose()
+
+    with seeing_policy("qwen3_vl", tmp_path) as policy:
+        asyncio.run(play())
+
+
 def test_policy_without_eyes_refuses_pictures(tmp_path):
     async def play():
         engine = EmbeddedEngine.from_checkpoint(tiny_checkpoint(), max_context=64)

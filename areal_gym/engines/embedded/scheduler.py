@@ -50,6 +50,13 @@ class _Row:
     num_shared: int = 0
     """Leading tokens that all rows of its family share; 0 without a family."""
 
+    @property
+    def misses_one_token(self) -> bool:
+        """Whether all of its turn's prompt is cached but the last token, which is text."""
+        assert self.request is not None
+        keys = self.request.cache_keys
+        return 0 < len(self.tokens) == len(keys) - 1 and keys[-1] >= 0
+
     def end_turn(self) -> None:
         self.request = None
         if self.is_stale:
@@ -143,12 +150,16 @@ class Scheduler:
         decoding = [row for row in self._rows if row.request is not None and row not in entering]
         if not decoding and not entering:
             return []
+        # One token attends together with those of the rows that decode, a prompt by itself.
+        decoding += [row for row in entering if row.misses_one_token]
+        entering = [row for row in entering if not row.misses_one_token]
         num_decoding = max((row.index + 1 for row in decoding), default=0)
         ids, positions = [0] * num_decoding, [self.network.scratch] * num_decoding
         num_keys = 1
         for row in decoding:
             assert row.request is not None
-            ids[row.index] = row.request.token_ids[-1]
+            sampled = row.request.token_ids
+            ids[row.index] = sampled[-1] if sampled else row.request.prompt_ids[-1]
             positions[row.index] = len(row.tokens)
             row.tokens.append(ids[row.index])
             num_keys = max(num_keys, len(row.tokens))

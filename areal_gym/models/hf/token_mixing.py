@@ -158,12 +158,12 @@ def masked_attention(
     k_BHKD, v_BHKE = (
         x.transpose(1, 2).repeat_interleave(num_groups, dim=1) for x in (k_BKHD, v_BKHE)
     )
-    is_hidden_BQK = torch.zeros_like(age_BQK, dtype=torch.bool)
+    mask_B1QK = mask_B1QK.to(q_BHQD.dtype)
     if rules.window is not None:
-        is_hidden_BQK |= age_BQK >= rules.window
+        mask_B1QK = mask_B1QK.masked_fill((age_BQK >= rules.window)[:, None], -torch.inf)
     if rules.chunk is not None:
-        is_hidden_BQK |= age_BQK > query_position_BQ[:, :, None] % rules.chunk
-    mask_B1QK = mask_B1QK.to(q_BHQD.dtype).masked_fill(is_hidden_BQK[:, None], -torch.inf)
+        is_before_BQK = age_BQK > query_position_BQ[:, :, None] % rules.chunk
+        mask_B1QK = mask_B1QK.masked_fill(is_before_BQK[:, None], -torch.inf)
     if is_seen_BQK is not None:
         mask_B1QK = mask_B1QK.masked_fill(is_seen_BQK[:, None], 0.0)
     scores = q_BHQD @ k_BHKD.transpose(-1, -2) * rules.scale
