@@ -81,10 +81,11 @@ class KeptServer:
         return self.url, self.process
 
     def started_or_told(self):
-        """Return its URL; a server that ended without being asked to is told as a warning."""
-        if self.process is not None and self.process.poll() is not None:
+        """Return its URL; a server that does not answer is replaced, which a warning tells."""
+        if self.process is not None and not _is_up(self.url):
             status, end = self.process.poll(), self.log.read_text(errors="replace")[-4000:]
-            warnings.warn(f"a server of the tests ended ({status}): {end}", stacklevel=1)
+            warnings.warn(f"a server of the tests is lost ({status}): {end}", stacklevel=1)
+            self.close()
         return self.started()[0]
 
     def close(self):
