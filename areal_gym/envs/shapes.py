@@ -13,8 +13,8 @@ from areal_gym.envs.questions import QuestionEnv
 from areal_gym.envs.shape_puzzles import Puzzle, puzzles_of
 from areal_gym.errors import UsageError
 from areal_gym.images import ImageStore, image_store
-from areal_gym.tasks import Draft, GeneratedTasks
 from areal_gym.message_types import ImagePart
+from areal_gym.tasks import Draft, GeneratedTasks
 from areal_gym.types import Content, Message, Task, text_of
 
 _LEVELS: Mapping[int, str] = {
