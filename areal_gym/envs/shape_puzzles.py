@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from areal_gym.images.reading import pillow
@@ -51,7 +51,6 @@ class _Thing:
     shape: str
 
 
-@lru_cache(maxsize=256)  # siblings of a group have the same
 def puzzles_of(level: int, seed: int) -> Sequence[Puzzle]:
     """Return the puzzles of an episode, in order; equal arguments give equal pictures."""
     rng = random.Random(f"shapes/{level}/{seed}")

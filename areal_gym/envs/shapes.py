@@ -12,7 +12,7 @@ from areal_gym.envs.base import Response
 from areal_gym.envs.questions import QuestionEnv
 from areal_gym.envs.shape_puzzles import Puzzle, puzzles_of
 from areal_gym.errors import UsageError
-from areal_gym.images import ImageStore, image_store
+from areal_gym.images import ImageLimits, ImageStore, image_limits, image_store
 from areal_gym.message_types import ImagePart
 from areal_gym.tasks import Draft, GeneratedTasks
 from areal_gym.types import Content, Message, Task, text_of
@@ -89,17 +89,19 @@ class ShapesEnv(QuestionEnv):
         return self._puzzles[self._place]
 
     def _shown(self) -> Content:
-        store, data = image_store(), self.task.data
-        picture = _picture(store, int(data["level"]), int(data["seed"]), self._place)
+        store, limits, data = image_store(), image_limits(), self.task.data
+        picture = _picture(store, limits, int(data["level"]), int(data["seed"]), self._place)
         if picture["sha256"] not in store:  # the store has been cleaned since
-            picture = store.add(self._puzzle.draw())
+            picture = store.add(self._puzzle.draw(), limits=limits)
         return [picture.copy(), {"type": "text", "text": self._puzzle.question}]
 
 
 @lru_cache(maxsize=256)
-def _picture(store: ImageStore, level: int, seed: int, place: int) -> ImagePart:
+def _picture(
+    store: ImageStore, limits: ImageLimits, level: int, seed: int, place: int
+) -> ImagePart:
     """Return a picture that is in the store; siblings of a group have it drawn once."""
-    return store.add(puzzles_of(level, seed)[place].draw())
+    return store.add(puzzles_of(level, seed)[place].draw(), limits=limits)
 
 
 def _last_answer(text: str, answers: Sequence[str]) -> str | None:

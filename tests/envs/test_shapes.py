@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,13 @@ from areal_gym.envs.checker import check_env
 from areal_gym.envs.shape_puzzles import puzzles_of
 from areal_gym.envs.shapes import ShapesEnv
 from areal_gym.errors import UsageError
-from areal_gym.images import hashes_of, image_store, use_image_store
+from areal_gym.images import (
+    hashes_of,
+    image_limits,
+    image_store,
+    set_image_limits,
+    use_image_store,
+)
 from areal_gym.rollout.episode import play_episode
 from areal_gym.rollout.group_json import dump_row, pack_group, unpack_group
 from areal_gym.types import Group, Task, images_of, text_of
@@ -45,6 +52,26 @@ def test_equal_seeds_draw_equal_pictures_and_others_others(level, tmp_path):
     with use_image_store(tmp_path) as store:
         hashes = [store.add(puzzles_of(level, seed)[0].draw())["sha256"] for seed in (5, 5, 6)]
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_siblings_share_a_drawing_while_it_is_in_the_store_and_has_the_right_size(tmp_path):
+    def picture():
+        env = ShapesEnv()
+        _, info = env.reset(seed=0)
+        return info["messages"][-1]["content"][0]
+
+    with use_image_store(tmp_path) as store:
+        first = picture()
+        assert picture() == first
+        assert store.remove_all_but([]) == 1
+        assert picture() == first
+        assert first["sha256"] in store
+        before = image_limits()
+        set_image_limits(replace(before, max_pixels=32 * 32))
+        try:
+            assert picture()["width"] == 32
+        finally:
+            set_image_limits(before)
 
 
 def test_red_squares_are_where_the_answer_says():
