@@ -36,9 +36,9 @@ def test_shapes_trains_the_starter_on_more_episodes_at_a_falling_rate():
         rates = (trainer.lr, trainer.muon_lr, trainer.lr_schedule.id)
         return (*sizes, rollout.max_staleness, *rates)
 
-    assert chosen("env.id=shapes") == (24, 16, 384, 90, 1, 6e-4, 6e-3, "linear")
+    assert chosen("env.id=shapes") == (12, 16, 192, 90, 1, 6e-4, 6e-3, "linear")
     own = ("env.id=shapes", "steps=7", "trainer.lr_schedule=constant", "rollout.group_size=4")
-    assert chosen(*own) == (24, 4, 384, 7, 1, 6e-4, 6e-3, "constant")
+    assert chosen(*own) == (12, 4, 192, 7, 1, 6e-4, 6e-3, "constant")
     assert chosen("env.id=shapes", "deterministic=true")[4] == 0
     # The defaults of other environments, and of policies that exist already, are unchanged.
     assert chosen("env.id=tir") == chosen() == (16, 8, 128, 60, 0, 3e-4, 3e-3, "constant")
