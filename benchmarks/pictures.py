@@ -1,4 +1,4 @@
-"""What pictures cost: training and sampling with siblings, memory of episodes, host time.
+"""The benchmark measures CPU time and memory of training, sampling and reading with pictures.
 
     python benchmarks/pictures.py [--only step,turns,memory,host] [--json]
 

@@ -60,13 +60,14 @@ class KeptServer:
     """One server for many tests: whoever asks for it after its end gets a new one.
 
     Args:
-        running: it gets a file for the server's log and a port (None for any), and returns a
-            context that yields the server's URL and process.
+        running: called as `running(log, *flags, port=port)`, it returns a context that yields the
+            server's URL and process; a port of None is any that is free.
         home: the directory of the logs.
+        flags: further arguments of the server.
     """
 
-    def __init__(self, running, home):
-        self._running, self._home = running, home
+    def __init__(self, running, home, *flags):
+        self._running, self._home, self._flags = running, home, flags
         self._stack = contextlib.ExitStack()
         self._num_starts = 0
         self.log = self.url = self.process = None
@@ -77,7 +78,8 @@ class KeptServer:
             self.close()
             self.log = self._home / f"server-{self._num_starts}.log"
             self._num_starts += 1
-            self.url, self.process = self._stack.enter_context(self._running(self.log, port))
+            running = self._running(self.log, *self._flags, port=port)
+            self.url, self.process = self._stack.enter_context(running)
         return self.url, self.process
 
     def started_or_told(self):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from functools import partial
+
 import pytest
 
 from areal_gym.testing.engine_contract import tiny_policies
@@ -34,14 +37,9 @@ def decoders(policies):
 @pytest.fixture(scope="session")
 def kept_server(kind, policies, tmp_path_factory):
     """The server that all tests of a kind share."""
-
-    def running(log, port):
-        flags = LORA if kind == "real" else []
-        return running_server(kind, policies[0], log, *flags, port=port)
-
-    server = KeptServer(running, tmp_path_factory.mktemp(kind))
-    yield server
-    server.close()
+    home, start = tmp_path_factory.mktemp(kind), partial(running_server, kind, policies[0])
+    with closing(KeptServer(start, home, *(LORA if kind == "real" else []))) as server:
+        yield server
 
 
 @pytest.fixture
@@ -54,10 +52,6 @@ def server(kept_server):
 def spare(kind, policies, tmp_path_factory):
     """A second server for all tests of a kind, which a test may kill."""
     skip_long_if_real(kind)
-
-    def running(log, port):
-        return running_server(kind, policies[0], log, port=port)
-
-    server = KeptServer(running, tmp_path_factory.mktemp("spare"))
-    yield server
-    server.close()
+    home, start = tmp_path_factory.mktemp("spare"), partial(running_server, kind, policies[0])
+    with closing(KeptServer(start, home)) as server:
+        yield server

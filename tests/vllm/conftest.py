@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from functools import partial
+
 import pytest
 
 from areal_gym.testing.engine_contract import tiny_policies
@@ -33,13 +36,9 @@ def decoders(policies):
 @pytest.fixture(scope="session")
 def kept_server(kind, policies, tmp_path_factory):
     """The server that all tests of a kind share."""
-
-    def running(log, port):
-        return running_server(kind, policies[0], log, *LORA, port=port)
-
-    server = KeptServer(running, tmp_path_factory.mktemp(kind))
-    yield server
-    server.close()
+    home, start = tmp_path_factory.mktemp(kind), partial(running_server, kind, policies[0])
+    with closing(KeptServer(start, home, *LORA)) as server:
+        yield server
 
 
 @pytest.fixture

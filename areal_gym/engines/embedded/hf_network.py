@@ -11,9 +11,8 @@ transformers' code, and attention is torch's products with masks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,49 +149,12 @@ class CachedHFPolicy:
         return state
 
 
-@dataclass(frozen=True, slots=True)
-class _Sight:
-    """Which cached keys some tokens of a step see, `Q` tokens of each of `B` cache rows.
-
-    It is the same in all layers, but for their rules.
-    """
-
-    tokens: slice
-    """Their places in the step."""
-    rows: slice
-    num_keys: int
-    """They attend to positions below this, `P`."""
-    position_BQ: Tensor
-    age_BQP: Tensor
-    """How many tokens each key lies before each query."""
-    mask_B1QP: Tensor
-    """0 where a query may look, -inf at later keys."""
-    is_seen_BQP: Tensor | None
-    """Keys that are seen all the same: of a query's own picture."""
-
-    @classmethod
-    def of(
-        cls,
-        position_BQ: Tensor,
-        tokens: slice,
-        rows: slice,
-        num_keys: int,
-        is_seen_BQP: Tensor | None = None,
-    ) -> Self:
-        """Return the sight of tokens at these positions of their sequences."""
-        device = position_BQ.device
-        age_BQP = position_BQ[:, :, None] - torch.arange(num_keys, device=device)
-        mask_BQP = torch.zeros(age_BQP.shape, device=device).masked_fill_(age_BQP < 0, -torch.inf)
-        return cls(tokens, rows, num_keys, position_BQ, age_BQP, mask_BQP[:, None], is_seen_BQP)
-
-
 class _CachedMixing:
     """The `TokenMixing` of one step: every token sees its row's cache and itself."""
 
     def __init__(self, network: CachedHFPolicy, step: Step) -> None:
         self._network = network
         self._step = step
-        self._sights = self._sights_of(step)
         spans = [
             (row, slice(row, row + 1), False)
             for row, position in enumerate(step.positions_R.tolist())
@@ -214,32 +176,25 @@ class _CachedMixing:
         keys, values = self._network.cache_of(layer, k_NKD, v_NKE)
         keys[step.rows_N, step.positions_N] = k_NKD
         values[step.rows_N, step.positions_N] = v_NKE
-        outputs = [
-            masked_attention(
-                q_NHD[sight.tokens].unflatten(0, sight.position_BQ.shape),
-                keys[sight.rows, : sight.num_keys],
-                values[sight.rows, : sight.num_keys],
-                sight.mask_B1QP,
-                sight.age_BQP,
-                sight.position_BQ,
-                rules,
-                sight.is_seen_BQP,
-            )
-            for sight in self._sights
-        ]
-        return torch.cat([out.flatten(0, 1) for out in outputs])
-
-    def _sights_of(self, step: Step) -> list[_Sight]:
-        """Return what the step's tokens see: of all rows that decode, then of each prompt."""
-        sights = []
+        outputs = []
         if count := step.num_decoding:
-            tokens = rows = slice(0, count)
-            sights.append(_Sight.of(step.positions_R[:, None], tokens, rows, step.num_keys))
+            cached, q_R1HD = (slice(0, count), slice(0, step.num_keys)), q_NHD[:count, None]
+            position_R1 = step.positions_R[:, None]
+            outputs.append(_attend(q_R1HD, keys[cached], values[cached], position_R1, rules))
         for prompt, tokens in step.placed_prompts:
-            position_1Q, rows = step.positions_N[None, tokens], slice(prompt.row, prompt.row + 1)
-            is_seen_1QP = self._seen(prompt)
-            sights.append(_Sight.of(position_1Q, tokens, rows, prompt.stop, is_seen_1QP))
-        return sights
+            cached = slice(prompt.row, prompt.row + 1), slice(0, prompt.stop)
+            position_1Q = step.positions_N[None, tokens]
+            outputs.append(
+                _attend(
+                    q_NHD[None, tokens],
+                    keys[cached],
+                    values[cached],
+                    position_1Q,
+                    rules,
+                    self._seen(prompt),
+                )
+            )
+        return torch.cat([out.flatten(0, 1) for out in outputs])
 
     def _seen(self, prompt: Prompt) -> Tensor | None:
         """Return which keys belong to a query's image, [1, Q, P]; None if all is causal."""
@@ -276,3 +231,21 @@ class _CachedMixing:
             return None
         without = torch.zeros_like(next(iter(self._experts.values())))
         return torch.stack([self._experts.get(i, without) for i in range(num_layers)], dim=1)
+
+
+def _attend(
+    q_BQHD: Tensor,
+    k_BPKD: Tensor,
+    v_BPKE: Tensor,
+    position_BQ: Tensor,
+    rules: ScoreRules,
+    is_seen_BQP: Tensor | None = None,
+) -> Tensor:
+    """Attend to cached keys at positions 0, 1, 2, ...; [B, Q, H, E]."""
+    age_BQP = position_BQ[:, :, None] - torch.arange(k_BPKD.shape[1], device=k_BPKD.device)
+    mask_BQP = torch.zeros(age_BQP.shape, device=k_BPKD.device).masked_fill_(
+        age_BQP < 0, -torch.inf
+    )
+    return masked_attention(
+        q_BQHD, k_BPKD, v_BPKE, mask_BQP[:, None], age_BQP, position_BQ, rules, is_seen_BQP
+    )
