@@ -85,8 +85,11 @@ class KeptServer:
     def started_or_told(self):
         """Return its URL; a server that does not answer is replaced, which a warning tells."""
         if self.process is not None and not _is_up(self.url):
-            status, end = self.process.poll(), self.log.read_text(errors="replace")[-4000:]
-            warnings.warn(f"a server of the tests is lost ({status}): {end}", stacklevel=1)
+            status, log = self.process.poll(), self.log.read_text(errors="replace")
+            # Its end is often the shutdown alone, and the cause far above.
+            errors = "\n".join([line[:300] for line in log.splitlines() if "Error: " in line][:20])
+            report = f"a server of the tests is lost ({status}):\n{errors}\n\n{log[-2000:]}"
+            warnings.warn(report, stacklevel=1)
             self.close()
         return self.started()[0]
 

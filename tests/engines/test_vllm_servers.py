@@ -378,6 +378,63 @@ def test_server_with_wrong_weights_takes_no_requests(tiny_policy, other_weights,
     asyncio.run(scenario())
 
 
+def test_server_that_a_publication_admits_is_not_brought_back_again(tiny_policy, other_weights):
+    async def scenario():
+        server = embedded(tiny_policy)
+        async with serving(server, policy=tiny_policy, health_interval_s=0.01) as engine:
+            engine.reference = reference_of(other_weights, 1)
+            with pytest.raises(EngineError, match="other weights"):
+                await publish(engine, 1, tiny_policy)
+            assert not engine.serving
+            engine.reference = reference_of(tiny_policy, 2)
+            async with engine.updating(2) as (client,):
+                await client.load_from_disk(tiny_policy, 2)
+                await asyncio.sleep(0.2)  # its watch finds it lost, and waits for the publication
+                num_before = server.num_requests
+            await ask(engine)
+            await asyncio.sleep(0.1)
+            return server.num_requests - num_before
+
+    assert asyncio.run(scenario()) == 2  # the comparison with the trainer, and the turn
+
+
+class CountingServer(FakeVLLMServer):
+    """A server that counts the requests which run beside one for scores."""
+
+    num_inside = num_scored = 0
+    most_beside_scores = 0
+
+    async def _generate_tokens(self, request):
+        is_scored = (await request.json())["sampling_params"].get("prompt_logprobs") is not None
+        self.num_inside += 1
+        try:
+            answer = await super()._generate_tokens(request)
+            if is_scored:
+                self.num_scored += 1
+                self.most_beside_scores = max(self.most_beside_scores, self.num_inside - 1)
+            return answer
+        finally:
+            self.num_inside -= 1
+
+
+@pytest.mark.parametrize(("lacks", "most"), [([], 0), (["lora"], 1)])
+def test_only_scores_of_a_cpu_with_adapters_are_alone(tiny_policy, lacks, most):
+    async def scenario():
+        embedded = EmbeddedEngine.from_checkpoint(tiny_policy, max_context=128)
+        server = CountingServer(embedded, model_path=str(tiny_policy), lacks=lacks)
+        async with serving(server, policy=tiny_policy) as engine:
+            turns = [asyncio.create_task(ask(engine, 60)) for _ in range(3)]
+            await until(lambda: server.num_inside == 3)
+            scores = [asyncio.create_task(engine.score((1, 2, 3, 4))) for _ in range(3)]
+            await asyncio.sleep(0.01)
+            later = [asyncio.create_task(ask(engine, 60)) for _ in range(3)]
+            await asyncio.gather(*turns, *scores, *later)
+            assert server.num_scored == 3
+            return min(server.most_beside_scores, 1)
+
+    assert asyncio.run(scenario()) == most
+
+
 def test_only_server_with_wrong_weights_is_named_with_the_difference(tiny_policy, other_weights):
     async def scenario():
         async with serving(careless(tiny_policy), policy=tiny_policy) as engine:

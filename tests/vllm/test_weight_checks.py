@@ -81,6 +81,21 @@ def test_server_with_other_weights_than_the_trainer_is_lost(server, policies, de
     assert set(asyncio.run(play()).versions) == {3}
 
 
+def test_scores_between_turns_are_those_of_the_trainer(server, policies, decoders):
+    async def play():
+        async with engine_over(policies[0], server) as engine:
+            turns = [asyncio.create_task(ask(engine, 60, seed=seed)) for seed in range(4)]
+            await asyncio.sleep(0.1)
+            scores = await asyncio.gather(*(engine.score(PROMPT) for _ in range(3)))
+            return await asyncio.gather(*turns), scores
+
+    turns, scores = asyncio.run(play())
+    assert all(logprob_gap(decoders[0], turn) < TOLERANCE for turn in turns)
+    expected = trainer_logprobs(decoders[0], PROMPT, 1)
+    for row in scores:
+        assert max(abs(a - b) for a, b in zip(row, expected, strict=True)) < TOLERANCE
+
+
 @NEEDS_REAL
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["real"], indirect=True)

@@ -277,6 +277,8 @@ class ServerPool:
                 await state.process.aclose()
             return
         async with self.lock:
+            if state.is_serving:  # a publication has admitted it while this waited
+                return
             version = self.policy_version
             if self.is_guest:
                 if await state.reported_version() >= version:

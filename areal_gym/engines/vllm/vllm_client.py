@@ -6,10 +6,8 @@ how to start it.
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from areal_gym.engines.servers.server_client import (
     ServerFacts,
 )
 from areal_gym.engines.servers.server_pictures import require_read_whole
+from areal_gym.engines.vllm.lone_scores import LoneScores
 from areal_gym.engines.vllm.vllm_replies import (
     GENERATE,
     generate_body,
@@ -84,8 +83,7 @@ class VLLMClient(ServerClient):
     _is_on_cpu = False
     """Its workers have no memory to release, and fail when they are to release the cache alone."""
     _num_set_aside = 0
-    _scoring: AbstractAsyncContextManager[object] = nullcontext()
-    """vLLM 0.32.0 with adapters dies of two requests for scores in one step: there it is a lock."""
+    _lone = LoneScores(is_needed=False)
 
     @staticmethod
     def command_to_start(model: str, host: str, port: int) -> str:
@@ -116,7 +114,8 @@ class VLLMClient(ServerClient):
         self._max_logprobs = int(model.get("max_logprobs", self._max_logprobs))
         self._is_on_cpu = loader.get("device") == "cpu"
         self._max_lora_rank = (info.get("lora_config") or {}).get("max_lora_rank")
-        self._scoring = nullcontext() if self._max_lora_rank is None else asyncio.Lock()
+        has_adapters = self._max_lora_rank is not None
+        self._lone = LoneScores(is_needed=has_adapters and self._is_on_cpu)
         served = (await self.get("/v1/models"))["data"]
         base = next(row for row in served if not row.get("parent"))
         self.num_ranks = int((await self.get("/get_world_size"))["world_size"])
@@ -192,7 +191,9 @@ class VLLMClient(ServerClient):
             )
         num_before = self._num_set_aside
         try:
-            answer = await self.post_often(GENERATE, generate_body(request), timeout_s=timeout_s)
+            async with self._lone.turn():
+                body = generate_body(request)
+                answer = await self.post_often(GENERATE, body, timeout_s=timeout_s)
         except RefusedError as refused:
             if refused.status != _NO_ROUTE or request.adapter is None:
                 raise
@@ -239,7 +240,7 @@ class VLLMClient(ServerClient):
         return read_top(await self._post_score(body, timeout_s), request)
 
     async def _post_score(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        async with self._scoring:
+        async with self._lone.scores():
             return await self.post_often(GENERATE, body, timeout_s=timeout_s)
 
     async def abort(self, request_id: str) -> None:
