@@ -556,6 +556,9 @@ def test_exported_page_opens_from_a_file_without_network(page, runs, hostile_run
     page.wait_for_selector(".token-text .t")
     assert page.locator(".right b.id").inner_text() == "eval-000001-1"
     assert page.locator(".samples .space .row").count() == 5
+    page.goto(address + "#/run/first/trajectories/step-000009")
+    page.wait_for_selector(".trouble:visible")
+    assert "first has no trajectories 'step-000009'" in page.locator(".trouble").inner_text()
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
 
 

@@ -57,7 +57,11 @@ class Exported {
   }
   async about(run) { return this.#run(run).about; }
   async curves(run) { return this.#run(run).curves; } // all of them: nothing comes after
-  async rows(run, file) { return this.#run(run).rows[file]; }
+  async rows(run, file) {
+    const found = this.#run(run).rows[file];
+    if (!found) throw new Error(`${run} has no trajectories '${file}' in this file`);
+    return found;
+  }
 
   async evaluations() { return this.#data.evaluations.map((one) => one.about); }
   async evaluation(id) { return this.#evaluation(id).about; }
