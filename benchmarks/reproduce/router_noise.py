@@ -110,14 +110,14 @@ def register_engines() -> Iterable[EngineSpec]:
     )
 
 
-def run(case: Case, *, steps: int, num_tasks: int) -> Row:
-    """Train once."""
+def run(case: Case, *, steps: int, num_tasks: int, starts: bool = False) -> Row:
+    """Train once; `starts` measures the policy before, which is the same for all cases of a seed."""
     arm, NoisyEngine.noise, seed = case
     NoisyEngine.rng = random.Random(seed)
     more = ["engine.id=noisy", "trainer.minibatches=4", f"steps={steps}", f"seed={seed}"]
     more += ["trainer.lr=3e-4", "trainer.muon_lr=3e-3", f"eval.num_tasks={num_tasks}"]
     # Runs with such a gap are refused otherwise.
-    more += ["engine.max_logprob_gap=10"]
+    more += ["engine.max_logprob_gap=10", f"eval.at_start={str(starts).lower()}"]
     outcome, rows = play(load_config(overrides=[*SMALL, *more, *ARMS[arm]]))
     norms = [row["train/grad_norm"] for row in rows]
     gap = statistics.median(row["train/engine_gap"] for row in rows)
@@ -156,10 +156,13 @@ def main() -> None:
     set_registry(Registry(PluginManager.installed(modules=[__name__])))
     kept = KeptRuns(options.runs)
     cells: dict[tuple[str, str], list[Row]] = {}
-    for seed, arm, noise in itertools.product(range(seeds), arms, noises):
-        case = (arm, noise, seed)
-        row = kept.get(case, partial(run, case, steps=steps, num_tasks=num_tasks))
-        cells.setdefault((arm, noise), []).append(row)
+    for seed in range(seeds):
+        start = partial(run, ("grpo", "0", seed), steps=1, num_tasks=num_tasks, starts=True)
+        before = kept.get(("start", "0", seed), start)["before"]
+        for arm, noise in itertools.product(arms, noises):
+            case = (arm, noise, seed)
+            row = kept.get(case, partial(run, case, steps=steps, num_tasks=num_tasks))
+            cells.setdefault((arm, noise), []).append(row | {"before": before})
     if options.picture:
         draw(cells, options.picture)
     if options.json:
