@@ -111,7 +111,7 @@ def register_engines() -> Iterable[EngineSpec]:
 
 
 def run(case: Case, *, steps: int, num_tasks: int, starts: bool = False) -> Row:
-    """Train once; `starts` measures the policy before, which is the same for all cases of a seed."""
+    """Train once; `starts` measures the first policy, which all cases of a seed share."""
     arm, NoisyEngine.noise, seed = case
     NoisyEngine.rng = random.Random(seed)
     more = ["engine.id=noisy", "trainer.minibatches=4", f"steps={steps}", f"seed={seed}"]
