@@ -16,6 +16,7 @@ m2po       M2PO's mask, full rate
 
 rate       times the demonstration's (Muon, 3e-3 and 3e-4); with AdamW, times 1e-3
 held-out   sampled accuracy over 512 tasks at the end: mean over the seeds, the lowest
+greedy     the same with the likeliest token each time
 against    the difference from the synchronous run of the same seed: mean, and its 95% interval
            (paired t) from five seeds on
 guard      the largest share of its limit that a signal of the guard reached; it warns at 1
@@ -146,20 +147,24 @@ def main() -> None:
         return
     print(f"The paper (AIME24 at eta 0, 1, 2, 4, 8, 16, inf): {PAPER}\n")
     print(
-        "| updates | rate | eta | arm | held-out | lowest | "
-        "against synchronous | KL | lag | guard |"
+        "| updates | rate | eta | arm | held-out | lowest | against synchronous | "
+        "greedy | against synchronous | KL | lag | guard |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---" * 12 + "|")
     for (updates, rate), eta in itertools.product(grid, [0, *options.eta]):
         for arm in ["default"] if eta == 0 else arms:
             seeds, cell = range(options.seeds), (updates, rate)
             rows = [runs[optimizer, arm, eta, *cell, seed] for seed in seeds]
             synchronous = [runs[optimizer, "default", 0, *cell, seed] for seed in seeds]
-            heldout = [row["heldout"] for row in rows]
-            against = difference(heldout, [row["heldout"] for row in synchronous])
+            against = {
+                name: difference([row[name] for row in rows], [row[name] for row in synchronous])
+                for name in ("heldout", "greedy")
+            }
             print(
-                f"| {updates} | {rate} | {eta} | {arm} | {statistics.mean(heldout):.3f} | "
-                f"{min(heldout):.3f} | {against if eta else ''} | "
+                f"| {updates} | {rate} | {eta} | {arm} | {mean(rows, 'heldout'):.3f} | "
+                f"{min(row['heldout'] for row in rows):.3f} | "
+                f"{against['heldout'] if eta else ''} | {mean(rows, 'greedy'):.3f} | "
+                f"{against['greedy'] if eta else ''} | "
                 f"{statistics.median(row['kl'] for row in rows):.4f} | "
                 f"{statistics.mean(row['staleness'] for row in rows):.1f} | "
                 f"{max(row['severity'] for row in rows):.2f} |"
