@@ -125,20 +125,30 @@ def run(case: Case, *, steps: int, num_tasks: int, starts: bool = False) -> Row:
 
 
 def draw(cells: dict[tuple[str, str], list[Row]], file: Path) -> None:
-    """Draw held-out accuracy over the noise, a line for each arm."""
+    """Draw held-out accuracy and the largest gradient norm over the noise, a line for each arm.
+
+    Lines are means, and points the seeds.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")
     from matplotlib import pyplot
 
     noises = list(dict.fromkeys(noise for _, noise in cells))
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for arm in dict.fromkeys(arm for arm, _ in cells):
-        heights = [mean(cells[arm, noise], "heldout") for noise in noises]
-        axes.plot(range(len(noises)), heights, marker="o", label=arm)
-    axes.set_xticks(range(len(noises)), noises)
-    axes.set(xlabel="noise of the log-probabilities", ylabel="held-out accuracy", ylim=(0, 1))
-    axes.legend()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    for panel, name in ((left, "heldout"), (right, "max_norm")):
+        for arm in dict.fromkeys(arm for arm, _ in cells):
+            heights = [mean(cells[arm, noise], name) for noise in noises]
+            (line,) = panel.plot(range(len(noises)), heights, "-", label=arm)
+            for place, noise in enumerate(noises):
+                points = [row[name] for row in cells[arm, noise]]
+                panel.plot([place] * len(points), points, ".", color=line.get_color(), alpha=0.5)
+        panel.set_xticks(range(len(noises)), noises)
+        panel.set_xlabel("noise of the log-probabilities")
+    lowest = min(row["heldout"] for rows in cells.values() for row in rows)
+    left.set(ylabel="held-out accuracy", ylim=(0.8 if lowest > 0.8 else 0, 1))
+    right.set(ylabel="largest gradient norm of a run", yscale="log")
+    left.legend()
     figure.tight_layout()
     figure.savefig(file)
 
