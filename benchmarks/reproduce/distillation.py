@@ -78,14 +78,17 @@ def run(case: Case, *, teacher: Path, num_tasks: int) -> Row:
 
 
 def write_episodes(teacher: Path, file: Path, num_episodes: int, seed: int) -> int:
-    """Write the teacher's episodes that earned reward 1; return how many there are."""
+    """Write the teacher's episodes that earned reward 1; return how many there are.
+
+    Those of a teacher that is never right, as with `--quick`, are written all.
+    """
     env = areal_gym.make("tir")
     tools = [tool.schema() for tool in env.tools]
     played = areal_gym.rollout(
         str(teacher), "tir", n=num_episodes, split="train", seed=seed, max_new_tokens=96,
         max_context=256, progress=False,
     )  # fmt: skip
-    right = [each for each in played.trajectories if each.reward == 1]
+    right = [each for each in played.trajectories if each.reward == 1] or played.trajectories
     with file.open("w") as stream:
         for each in right:
             stream.write(json.dumps({"messages": list(each.messages), "tools": tools}) + "\n")
