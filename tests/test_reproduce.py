@@ -27,14 +27,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     "name",
     [
-        "staleness",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in (
-                *("router_noise", "distillation", "dead_ends", "self_distillation"),
-                "dapo_ladder",
-            )
-        ),
+        *("staleness", "dapo_ladder", "router_noise", "distillation"),
+        pytest.param("dead_ends", marks=pytest.mark.long),
+        pytest.param("self_distillation", marks=pytest.mark.long),
     ],
 )
 def test_a_table_is_made_at_toy_size(name, tmp_path):
