@@ -97,6 +97,17 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return made
 
 
+def plot_seeds(panel: Any, cells: Sequence[Sequence[Row]], name: str, label: str) -> None:
+    """Plot a figure of the cells of a line: their means as the line, and their seeds as points.
+
+    `panel` is matplotlib's; cells stand at 0, 1, 2, ...
+    """
+    (line,) = panel.plot([mean(rows, name) for rows in cells], "-", label=label)
+    for place, rows in enumerate(cells):
+        points = [row[name] for row in rows]
+        panel.plot([place] * len(points), points, ".", color=line.get_color(), alpha=0.5)
+
+
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Return the mean of the paired differences, with its 95% interval where there is one."""
     mean, low, high = mean_interval([a - b for a, b in zip(ours, theirs, strict=True)])

@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from protocol import SMALL, KeptRuns, Row, difference, mean, parser, play
+from protocol import SMALL, KeptRuns, Row, difference, mean, parser, play, plot_seeds
 
 from areal_gym.config import load_config
 from areal_gym.engines.base import Generation, Piece, SamplingParams
@@ -138,11 +138,7 @@ def draw(cells: dict[tuple[str, str], list[Row]], file: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     for panel, name in ((left, "heldout"), (right, "max_norm")):
         for arm in dict.fromkeys(arm for arm, _ in cells):
-            heights = [mean(cells[arm, noise], name) for noise in noises]
-            (line,) = panel.plot(range(len(noises)), heights, "-", label=arm)
-            for place, noise in enumerate(noises):
-                points = [row[name] for row in cells[arm, noise]]
-                panel.plot([place] * len(points), points, ".", color=line.get_color(), alpha=0.5)
+            plot_seeds(panel, [cells[arm, noise] for noise in noises], name, arm)
         panel.set_xticks(range(len(noises)), noises)
         panel.set_xlabel("noise of the log-probabilities")
     lowest = min(row["heldout"] for rows in cells.values() for row in rows)

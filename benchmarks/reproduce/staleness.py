@@ -30,7 +30,7 @@ import statistics
 from functools import partial
 from pathlib import Path
 
-from protocol import SMALL, KeptRuns, Row, difference, mean, parser, play
+from protocol import SMALL, KeptRuns, Row, difference, mean, parser, play, plot_seeds
 
 from areal_gym.config import RunConfig, load_config
 
@@ -98,12 +98,8 @@ def draw(runs: dict[Case, Row], seeds: int, file: Path) -> None:
             # The synchronous run is the same for all arms.
             cells = [(arm if eta else "default", eta, updates, rate) for eta in etas]
             rows = [[runs[optimizer, *cell, seed] for seed in range(seeds)] for cell in cells]
-            means = [mean(each, "heldout") for each in rows]
-            (line,) = panel.plot(range(len(etas)), means, "-", label=arm)
-            for place, each in enumerate(rows):
-                heldout = [row["heldout"] for row in each]
-                panel.plot([place] * seeds, heldout, ".", color=line.get_color(), alpha=0.5)
-                lowest = min(lowest, *heldout)
+            plot_seeds(panel, rows, "heldout", arm)
+            lowest = min(lowest, *(row["heldout"] for each in rows for row in each))
         panel.set_xticks(range(len(etas)), map(str, etas))
         panel.set(title=f"{updates} update{'s' * (updates > 1)}, rate x{rate}", xlabel="eta")
     figure.axes[0].set_ylim(0.8 if lowest > 0.8 else 0, 1)
