@@ -229,7 +229,7 @@ def test_slow_judge_fails_its_own_episodes_only():
 
     async def main():
         async with Judge(reply) as server:
-            rewards = judge(server.url, request_timeout_s=0.2, num_tries=1, concurrency=4)
+            rewards = judge(server.url, request_timeout_s=3, num_tries=1, concurrency=4)
             begin_s = time.monotonic()
             results = await asyncio.gather(
                 *(rewards.score(sample(text)) for text in ["slow", *map(str, range(20))]),
@@ -239,7 +239,7 @@ def test_slow_judge_fails_its_own_episodes_only():
             return results
 
     slow, *others = asyncio.run(main())
-    assert "nothing came within 0.2 s" in str(slow)
+    assert "nothing came within 3 s" in str(slow)
     assert {score.reward for score in others} == {0.7}
 
 
