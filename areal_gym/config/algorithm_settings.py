@@ -89,7 +89,7 @@ class RewardConfig(Settings):
     length_penalty: float = Field(0.0, ge=0, lt=1)
     """The largest share of its reward that a right answer loses for being longer than the group's
     other right answers; wrong ones lose nothing. 0 is off."""
-    right_reward: float = 1.0
+    right_reward: float = Field(1.0, gt=0)
     """For the length penalty: the reward from which an answer is right."""
 
     overlong_tail: float = Field(0.0, ge=0, le=1)
@@ -217,13 +217,16 @@ PRESETS: Mapping[str, Preset] = {
         settings={"clip_low": 0.4, "clip_high": 0.4, **_SEQUENCE},
     ),
     "clip_cov": Preset(
-        "GRPO that cuts off some of the tokens that cost the most entropy",
+        "GRPO that cuts off some of the tokens that cost the most entropy; a wide clip",
         "grpo",
         "clip_cov",
-        settings=_SYMMETRIC,
+        settings={"clip_low": 1.0, "clip_high": 1.0},
     ),
     "kl_cov": Preset(
-        "a KL penalty on the tokens that cost the most entropy, and no clip", "grpo", "kl_cov"
+        "a KL penalty on the tokens that cost the most entropy, and no clip",
+        "grpo",
+        "kl_cov",
+        settings={"loss_kwargs": {"cov_fraction": 2e-3, "kl_coefficient": 1.0}},
     ),
     "gpg": Preset("plain policy gradient, scaled up where groups teach nothing", "gpg", "gpg"),
     "opo": Preset(

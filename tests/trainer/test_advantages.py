@@ -108,6 +108,9 @@ def test_normalise_by_hand():
     assert normalise(torch.tensor([1.0, 3.0])).tolist() == pytest.approx(
         [-1 / math.sqrt(2), 1 / math.sqrt(2)], rel=1e-5
     )
+    # Noise in place of rewards stays small: sqrt(var + 1e-8), as verl.
+    noise = normalise(torch.tensor([0.0, 1e-5], dtype=torch.float64))
+    assert noise.tolist() == pytest.approx([-0.0499, 0.0499], abs=1e-4)
     assert normalise(torch.tensor([0.1] * 7)).tolist() == [0.0] * 7
     assert normalise(torch.tensor([])).tolist() == []
 

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
+from areal_gym.plugins import registry
 from areal_gym.trainer.algorithms.losses import (
     LossInputs,
     aggregate,
@@ -19,6 +22,8 @@ from areal_gym.trainer.algorithms.losses import (
     value_loss,
 )
 from areal_gym.trainer.algorithms.ratios import ratio
+from areal_gym.trainer.algorithms.token_loss import TokenLoss
+from areal_gym.trainer.batch.experience import TokenBatch
 
 EXTREME = st.floats(-30, 30)
 
@@ -183,3 +188,64 @@ def test_gspo_levels_agree_for_one_advantage_per_sequence(drifts, advantage):
         output.loss.sum().backward()
         gradients.append([*output.loss.tolist(), *batch.logprobs.grad.tolist()])
     assert gradients[0] == pytest.approx(gradients[1])
+
+
+def corrected(algorithm, weights, drifts=(0.0, 0.0, 0.0), **settings):
+    """Loss and gradient of the mean over one sequence of A = 1 with such correction weights."""
+    config = TrainerConfig(algorithm=algorithm, **settings)
+    proximal_T = torch.full([len(weights)], -1.0, dtype=torch.float64)
+    columns = TokenBatch([SimpleNamespace(num_trainable=len(weights))], torch.device("cpu"))
+    columns.put("proximal", proximal_T)
+    columns.put("old", proximal_T - torch.tensor(weights, dtype=torch.float64).log())
+    columns.put("advantages", torch.ones_like(proximal_T))
+    logprobs_T = (proximal_T + torch.tensor(drifts, dtype=torch.float64)).requires_grad_()
+    loss = TokenLoss(registry().load("losses", config.loss), config)
+    output = loss(logprobs_T, columns, [0], proximal="scored", version=1)
+    output.loss.mean().backward()
+    return output.loss.tolist(), logprobs_T.grad.tolist()
+
+
+MASKED = {"proximal": "recomputed", "action": "mask", "lower": 0.5, "upper": 5.0}
+
+
+@pytest.mark.parametrize("algorithm", ["gspo", "sapo"])
+def test_token_that_is_masked_out_of_a_sequence_is_not_trained(algorithm):
+    """Each token's part of the gradient has its own weight, as in verl: it is not spread evenly."""
+    settings = {"loss_kwargs": {"level": "sequence"}, "correction": MASKED}
+    _, gradient = corrected(algorithm, [1.0, 2.0, 20.0], **settings)
+    assert gradient == pytest.approx([-1 / 3, -2 / 3, 0.0])
+
+
+def test_sequence_losses_are_as_before_where_weights_are_equal():
+    """sum_t of each token's own gradient is the gradient of exp(mean log-ratio)."""
+    drifts = [0.1, -0.2, 0.05]
+    wide = {"loss_kwargs": {"level": "sequence"}, "clip_low": 0.5, "clip_high": 0.5}
+    loss, gradient = corrected("gspo", [2.0, 2.0, 2.0], drifts, **wide)
+    s = math.exp(sum(drifts) / 3)
+    assert loss == pytest.approx([-2 * s] * 3)
+    assert gradient == pytest.approx([-2 * s / 3] * 3)
+
+
+def test_gspo_bounds_a_ratio_that_nothing_clips():
+    """verl holds the log-ratio at 10: a sequence of A < 0 that far away has no gradient."""
+    batch = inputs([-1.0], [-1.0], proximal=[-16.0])
+    output = gspo(batch)
+    output.loss.sum().backward()
+    assert (output.loss.item(), batch.logprobs.grad.item()) == (pytest.approx(math.exp(10)), 0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [([2.0, 0.5], 1.0), ([2.0, 2.0], 2.0), ([4.0, 1.0, 2.0], 2.0), ([4.0, 1.0], 2.0)],
+)
+def test_gmpo_weighs_a_sequence_by_the_geometric_mean(weights, expected):
+    """verl's `compute_policy_loss_geo_mean`: exp(mean log(w + 1e-10)) times the sequence's loss."""
+    loss, gradient = corrected("gmpo", weights, [0.0] * len(weights))
+    assert loss == pytest.approx([-expected] * len(weights))
+    assert gradient == pytest.approx([-expected / len(weights)] * len(weights))
+
+
+def test_gmpo_with_a_masked_token_is_nearly_left_out():
+    """As in verl: ln(1e-10) is the weight 0 in the geometric mean."""
+    loss, _ = corrected("gmpo", [2.0, 20.0], [0.0, 0.0], correction=MASKED)
+    assert loss == pytest.approx([-math.sqrt(2e-10)] * 2)

@@ -90,14 +90,14 @@ def plain_loss(decoder, objective, examples):
             difference = reward_of(decoder, chosen) - reward_of(decoder, rejected)
             losses.append(-torch.log(torch.sigmoid(difference)))
             continue
-        reference = objective._reference
-        h = (
-            logprobs_of(decoder, chosen).sum()
-            - logprobs_of(reference, chosen).sum()
-            - logprobs_of(decoder, rejected).sum()
-            + logprobs_of(reference, rejected).sum()
-        )
-        if objective._kind == "ipo":
+        reference, is_ipo = objective._reference, objective._kind == "ipo"
+        gains = [
+            logprobs_of(decoder, row) - logprobs_of(reference, row) for row in (chosen, rejected)
+        ]
+        # The authors of IPO take means over a row's tokens.
+        gained, lost = (gain.mean() if is_ipo else gain.sum() for gain in gains)
+        h = gained - lost
+        if is_ipo:
             losses.append((h - 1 / (2 * 0.3)) ** 2)
         else:
             losses.append(-torch.log(torch.sigmoid(0.3 * h)))

@@ -48,6 +48,9 @@ AdvantageEstimator = Callable[..., Any]
 """Returns a tensor, or `Advantages` with the critic's targets."""
 
 EPS = 1e-6
+"""Added to the standard deviation of a group."""
+WHITENING_EPS = 1e-8
+"""Added to the variance of a whole batch: verl's number."""
 
 
 _INPUTS = {field.name for field in fields(AdvantageInputs)} - {"penalties_T"}
@@ -276,12 +279,12 @@ def returns_to_go(turn_rewards: Sequence[float], discount: float = 1.0) -> list[
 
 
 def normalise(values_T: Tensor) -> Tensor:
-    """Compute (x - mean) / (std + 1e-6) with the unbiased std; equal values give exactly 0."""
+    """Compute (x - mean) / sqrt(var + 1e-8), unbiased, as verl; equal values give exactly 0."""
     require_finite("normalise", values_T=values_T)
     values_T = values_T.to("cpu", torch.float64)
     if not len(values_T) or bool((values_T == values_T[0]).all()):
         return torch.zeros_like(values_T)
-    return (values_T - values_T.mean()) / (values_T.std() + EPS)
+    return (values_T - values_T.mean()) / (values_T.var() + WHITENING_EPS).sqrt()
 
 
 def _sums_to_go(values_T: Tensor, trajectory_ids_T: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ def igpo(
     2510.14967, eq. 3 to 6. With p_k the probability of the known answer when turn k begins, turn k
     gains p_(k+1) - p_k; the last turn earns the trajectory's reward instead. Gains and rewards are
     normalised within the group, (x - mean) / (std + 1e-6), each by themselves, or together with
-    `normalises_jointly`; then A_k = x_k + discount A_(k+1). The authors' program offers both and
-    takes the former. So turns are told apart, and a group of equal rewards still teaches.
+    `normalises_jointly`; then A_k = x_k + discount A_(k+1). The authors' program offers both.
+    So turns are told apart, and a group of equal rewards still teaches.
     `gain_weight` multiplies normalised gains; 0 is GRPO, but for the discount. `discount` is per
     turn. `answer` is the known answer as a text with fields of the task's data; it is not used
     here, but where `answer_probs_T` come from (`areal_gym.runs.known_answers`). Gives [T].

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError, did_you_mean
-from areal_gym.trainer.algorithms.advantages import EPS, centred, grpo, require_finite
-
-_WHITENING_EPS = 1e-8
+from areal_gym.trainer.algorithms.advantages import (
+    EPS,
+    WHITENING_EPS,
+    centred,
+    grpo,
+    require_finite,
+)
 
 
 def opo(rewards_G: Tensor, group_ids_G: Tensor, *, trajectory_ids_T: Tensor) -> Tensor:
@@ -112,7 +116,7 @@ def gdpo(
     total_T = total_G[trajectory_ids_T]
     if not len(total_T) or bool((total_T == total_T[0]).all()):
         return torch.zeros_like(total_T)
-    return (total_T - total_T.mean()) / (total_T.var() + _WHITENING_EPS).sqrt()
+    return (total_T - total_T.mean()) / (total_T.var() + WHITENING_EPS).sqrt()
 
 
 def rae(rewards_G: Tensor, group_ids_G: Tensor, *, role_means_G: Tensor) -> Tensor:

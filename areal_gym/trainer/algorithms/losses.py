@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.algorithms.ratios import clip_ratio, ratio, sequence_mean
+from areal_gym.trainer.algorithms.ratios import clip_ratio, ratio, sequence_mean, sequence_ratio
 
 __all__ = [
     "Aggregation",
@@ -27,9 +27,11 @@ __all__ = [
     "batch_pass",
     "cispo",
     "gspo",
+    "has_sequence_weights",
     "ppo_clip",
     "sapo",
     "value_loss",
+    "weighted_by_sequence",
     "with_batch_pass",
 ]
 
@@ -88,6 +90,17 @@ def batch_pass(loss: PolicyLoss) -> BatchPass | None:
     return look
 
 
+def weighted_by_sequence(loss: PolicyLoss) -> PolicyLoss:
+    """Decorate a loss whose sequences have one weight: the geometric mean of their tokens'."""
+    loss.has_sequence_weights = True  # type: ignore[attr-defined]
+    return loss
+
+
+def has_sequence_weights(loss: PolicyLoss) -> bool:
+    """Return whether the loss is decorated with `weighted_by_sequence`."""
+    return bool(getattr(loss, "has_sequence_weights", False))
+
+
 def ppo_clip(
     batch: LossInputs,
     *,
@@ -101,7 +114,8 @@ def ppo_clip(
     Different bounds are DAPO's clip-higher (Yu et al. 2025); None switches a bound off. `dual_clip`
     c > 1 bounds the loss of negative advantages by -c A (Ye et al. 2020, eq. 5).
     """
-    clipped = _clipped(batch.advantages, batch.logprobs - batch.proximal, clip_low, clip_high)
+    ratio_T = ratio(batch.logprobs - batch.proximal)
+    clipped = _clipped(batch.advantages, ratio_T, clip_low, clip_high)
     if dual_clip is None:
         return clipped
     if dual_clip <= 1:
@@ -123,27 +137,23 @@ def gspo(
 ) -> LossOutput:
     """Compute ppo_clip with one ratio per sequence (Zheng et al. 2025, eq. 7).
 
-    The ratio is exp(mean_t(logp - prox)). A sequence has one advantage, the mean of its tokens'.
-    With `seq_mean` it is the paper's objective; with `token_mean` long sequences count more.
+    The ratio is exp(mean_t(logp - prox)), at most exp(10) as in verl; each token has its own part
+    of the gradient (`sequence_ratio`). A sequence has one advantage, the mean of its tokens'. With
+    `seq_mean` it is the paper's objective; with `token_mean` long sequences count more.
 
     `level="token"` is the paper's GSPO-token (eq. 13 and 14), for advantages that differ within a
-    sequence: the ratio has the value of the sequence's, sg(s) p / sg(p), and each token its own
-    advantage and gradient. Where a sequence's tokens share an advantage, both levels are the same.
+    sequence: each token has its own. Where they are equal, both levels are the same.
     """
-    log_ratio_T = sequence_mean(batch.logprobs - batch.proximal, batch.sequence_ids)
+    ratio_T = sequence_ratio(batch.logprobs - batch.proximal, batch.sequence_ids, most=10.0)
     advantages_T = batch.advantages
-    if level == "token":
-        # Adds nothing to the value; the gradient is that of the token alone.
-        log_ratio_T = log_ratio_T.detach() + (batch.logprobs - batch.logprobs.detach())
-    else:
+    if level == "sequence":
         advantages_T = sequence_mean(advantages_T, batch.sequence_ids)
-    return _clipped(advantages_T, log_ratio_T, clip_low, clip_high)
+    return _clipped(advantages_T, ratio_T, clip_low, clip_high)
 
 
 def _clipped(
-    advantages_T: Tensor, log_ratio_T: Tensor, clip_low: float | None, clip_high: float | None
+    advantages_T: Tensor, ratio_T: Tensor, clip_low: float | None, clip_high: float | None
 ) -> LossOutput:
-    ratio_T = ratio(log_ratio_T)
     plain_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * clip_ratio(ratio_T, clip_low, clip_high)
     return LossOutput(
@@ -186,9 +196,10 @@ def sapo(
         )
     log_ratio_T, advantages_T = batch.logprobs - batch.proximal, batch.advantages
     if level == "sequence":
-        log_ratio_T = sequence_mean(log_ratio_T, batch.sequence_ids)
+        ratio_T = sequence_ratio(log_ratio_T, batch.sequence_ids)
         advantages_T = sequence_mean(advantages_T, batch.sequence_ids)
-    ratio_T = ratio(log_ratio_T)
+    else:
+        ratio_T = ratio(log_ratio_T)
     tau_T = torch.where(advantages_T > 0, tau_positive, tau_negative).to(ratio_T.dtype)
     gate_T = torch.sigmoid(tau_T * (ratio_T - 1))
     slope_T = 4 * gate_T * (1 - gate_T)

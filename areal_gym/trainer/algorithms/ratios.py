@@ -43,6 +43,22 @@ def sequence_mean(values_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
     return (sums / counts.clamp(min=1))[sequence_ids_T]
 
 
+def sequence_ratio(log_ratio_T: Tensor, sequence_ids_T: Tensor, *, most: float = 20.0) -> Tensor:
+    """Compute exp(mean of a sequence's log-ratios), at most exp(`most`), for each of its tokens.
+
+    The value is the sequence's, and the gradient is the token's own, sg(s) p / sg(p) (Zheng et al.
+    2025, eq. 14). Summed over a sequence it is that of the mean; a token that a mask leaves out or
+    that has a weight of its own takes its part of the gradient with it.
+    """
+    mean_T = sequence_mean(log_ratio_T.detach(), sequence_ids_T)
+    return ratio((mean_T + (log_ratio_T - log_ratio_T.detach())).clamp(max=most))
+
+
+def sequence_weights(weights_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
+    """Replace each token's weight by the geometric mean of its sequence's, with 1e-10 for 0."""
+    return sequence_mean((weights_T + 1e-10).log(), sequence_ids_T).exp()
+
+
 def k1(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
     """Compute d = logp - base: KL(p || base), unbiased on tokens that p sampled, of either sign.
 

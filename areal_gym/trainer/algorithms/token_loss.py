@@ -2,7 +2,8 @@
 
     w (policy loss + kl.coefficient * KL(policy || reference))
 
-w is 1 where nothing is stale, and the constant weight of `corrections.correct` where something is.
+w is 1 where nothing is stale, and the constant weight of `corrections.correct` where something is;
+for losses that are `weighted_by_sequence`, its geometric mean over the sequence.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from areal_gym.trainer.algorithms.losses import (
     LossOutput,
     PolicyLoss,
     batch_pass,
+    has_sequence_weights,
 )
-from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS, k3
+from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS, k3, sequence_weights
 from areal_gym.trainer.batch.experience import TokenBatch
 
 Proximal = Literal["recorded", "scored", "current", "loglinear", "linear"]
@@ -101,6 +103,8 @@ class TokenLoss:
         if proximal != "recorded":
             correction = correct(inputs.proximal, old_T, inputs.sequence_ids, **self._correction)
             weights_T = correction.weights
+            if has_sequence_weights(self._loss):
+                weights_T = sequence_weights(weights_T, inputs.sequence_ids)
             metrics |= correction.metrics
             if "kept" in columns:
                 kept_T = columns.take("kept", indexes)

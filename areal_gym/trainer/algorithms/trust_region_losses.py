@@ -1,8 +1,9 @@
 """Policy losses that bound a step by other means than the clip of each token's ratio.
 
-All tensors are [T]. The definitions, with masks, constants and defaults, are those of verl
+All tensors are [T]. The definitions and defaults are those of the functions of verl
 (`verl/trainer/ppo/core_algos.py`, August 2026), whose `old_log_prob` is the proximal policy here:
-the sampling policy where `trainer.correction.proximal=recorded`.
+the sampling policy where `trainer.correction.proximal=recorded`. verl's configuration may set other
+numbers than its functions have.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput
-from areal_gym.trainer.algorithms.ratios import ratio, sequence_mean
+from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput, weighted_by_sequence
+from areal_gym.trainer.algorithms.ratios import ratio, sequence_mean, sequence_ratio
 
 _KL_EPS = 1e-8
 """verl adds this to probabilities of 0 before their logarithm."""
@@ -32,7 +33,8 @@ def dppo_tv(
     elsewhere. p are probabilities, so that rare tokens may change their ratio by a lot and likely
     ones may not. None switches a bound off. The paper takes 0.15 (the preset `dppo`) and ratios
     against the sampling policy; verl's default is 0.2. `truncation` is verl's `clip_ratio_c`, for
-    which the paper (section 5.4) recommends a large number.
+    which the paper (section 5.4) recommends a large number; 20 is what verl's function takes where
+    the configuration has none (its configuration has 3, its script for DPPO 10,000).
     """
     change_T = batch.logprobs.detach().exp() - batch.proximal.exp()
     is_up_out_T = _beyond(change_T, clip_high)
@@ -72,7 +74,11 @@ def _masked_reinforce(batch: LossInputs, is_out_T: Tensor, truncation: float) ->
     weight_T = ratio_T.clamp(max=truncation) * (~is_out_T).to(ratio_T.dtype)
     return LossOutput(
         loss=-batch.advantages * weight_T * batch.logprobs,
-        metrics={"clip_fraction": is_out_T.float(), "ratio": ratio_T},
+        metrics={
+            "clip_fraction": is_out_T.float(),
+            "truncated_fraction": (ratio_T > truncation).float(),
+            "ratio": ratio_T,
+        },
     )
 
 
@@ -84,6 +90,7 @@ def _within(values_T: Tensor, bound: float | None) -> Tensor:
     return torch.ones_like(values_T, dtype=torch.bool) if bound is None else values_T <= bound
 
 
+@weighted_by_sequence
 def gmpo(
     batch: LossInputs, *, clip_low: float | None = 0.2, clip_high: float | None = 0.2
 ) -> LossOutput:
@@ -94,14 +101,15 @@ def gmpo(
     s clamp(d, -clip_low, clip_high)) with s = sign(A): only the way in which the advantage pushes
     is bounded. A sequence has one advantage, the mean of its tokens', and the batch's loss is the
     mean over sequences (`trainer.aggregation=seq_mean`, which verl's `geo_mean` always takes).
-    The bounds are of log-ratios. The paper takes 0.4 (the preset); verl's default is 0.2.
+    The bounds are of log-ratios. The paper takes 0.4 (the preset); verl's default is 0.2. Where a
+    batch is corrected, a sequence's weight is the geometric mean, too, as in verl.
     """
     log_ratio_T = batch.logprobs - batch.proximal
     low, high = None if clip_low is None else -clip_low, clip_high
     clamped_T = log_ratio_T if low is high is None else log_ratio_T.clamp(low, high)
     sign_T = batch.advantages.sign()
     bounded_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * clamped_T)
-    ratio_T = ratio(sequence_mean(bounded_T, batch.sequence_ids))
+    ratio_T = sequence_ratio(bounded_T, batch.sequence_ids)
     advantages_T = sequence_mean(batch.advantages, batch.sequence_ids)
     is_clipped_T = (bounded_T != log_ratio_T) & (sign_T != 0)
     return LossOutput(

@@ -191,15 +191,16 @@ def length_penalised(
     """Compute r (1 - share sigmoid((L - mean) / std)) for right answers; others keep their reward.
 
     Arora and Zanette 2025 (2502.04463, eq. 4 and 5): L is a trajectory's number of tokens; mean and
-    unbiased deviation are over the right answers (r >= `right_reward`) to the same task. A wrong
-    answer gains nothing by being short, and a right one keeps more than 1 - `share` of its reward.
+    deviation (over n, as the authors' program) are those of the right answers (r >= `right_reward`)
+    to the same task. A wrong answer gains nothing by being short, and a right one keeps more than
+    1 - `share` of its reward.
     """
     rewards_G, lengths_G = rewards_G.to("cpu", torch.float64), lengths_G.double()
     shaped_G = rewards_G.clone()
     for group in group_ids_G.unique().tolist():
         is_right_G = (group_ids_G == group) & (rewards_G >= right_reward)
         lengths = lengths_G[is_right_G]
-        deviation = float(lengths.std()) if len(lengths) > 1 else 0.0
+        deviation = float(lengths.std(correction=0)) if len(lengths) else 0.0
         excess = (lengths - lengths.mean()) / max(deviation, 1e-6)
         shaped_G[is_right_G] *= 1 - share * torch.sigmoid(excess)
     return shaped_G

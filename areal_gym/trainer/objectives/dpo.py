@@ -23,12 +23,13 @@ def preference_loss(
 ) -> Tensor:
     """Compute the loss of each pair from its margin, [P] -> [P].
 
-    The margin is h = (log p(c) - log ref(c)) - (log p(r) - log ref(r)), with log-probabilities of
-    whole rows: how much more the chosen row has gained over the reference than the rejected one.
+    The margin is h = (log p(c) - log ref(c)) - (log p(r) - log ref(r)): how much more the chosen
+    row has gained over the reference than the rejected one. The log-probability of a row is the sum
+    over its tokens for sigmoid, and their mean for ipo.
 
     - sigmoid: -log sigmoid(beta h) (Rafailov et al. 2023, eq. 7);
     - ipo: (h - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17; their tau is beta), which aims at a fixed
-      margin instead of pushing ever further.
+      margin instead of pushing ever further. Means are how the authors compute it, as TRL was told.
     """
     if kind == "ipo":
         return (margin_P - 1 / (2 * beta)) ** 2
@@ -51,7 +52,8 @@ class Dpo(Objective):
     """Applies `preference_loss` to pairs; an example is the chosen row and the rejected row.
 
     Metrics: `accuracy` (`is_preferred`), `margin` (beta h), and `chosen` and `rejected`, beta times
-    each row's gain over the reference. `reference` is the frozen policy or its directory.
+    each row's gain over the reference (with ipo, per token). `reference` is the frozen policy or
+    its directory.
 
     Raises:
         ConfigError: beta is not above 0.
@@ -85,6 +87,8 @@ class Dpo(Objective):
         gained_P2 = row_logprobs(decoder, batch, examples) - self._reference_logprobs(
             batch, examples
         )
+        if self._kind == "ipo":
+            gained_P2 = gained_P2 / row_lengths(examples).to(gained_P2.device)
         margin_P = gained_P2[:, 0] - gained_P2[:, 1]
         loss_P = preference_loss(margin_P, kind=self._kind, beta=self._beta)
         return judged_pairs(loss_P, self._beta * margin_P, self._beta * gained_P2)
@@ -94,6 +98,11 @@ class Dpo(Objective):
         # Computed again in each epoch: several ranks must make the same passes.
         assert isinstance(self._reference, PolicyModel)
         return row_logprobs(self._reference, batch, examples)
+
+
+def row_lengths(examples: Sequence[Example]) -> Tensor:
+    """Return the number of marked tokens of each row, at least 1, [P, rows per example]."""
+    return torch.tensor([[max(row.num_marked, 1) for row in pair] for pair in examples])
 
 
 def row_logprobs(decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:

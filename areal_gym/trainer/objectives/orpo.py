@@ -12,7 +12,7 @@ from areal_gym.errors import ConfigError
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.batch.examples import Example
-from areal_gym.trainer.objectives.dpo import judged_pairs, row_logprobs
+from areal_gym.trainer.objectives.dpo import judged_pairs, row_lengths, row_logprobs
 from areal_gym.trainer.objectives.supervised import Judgement, Objective
 
 
@@ -48,9 +48,8 @@ class Orpo(Objective):
         self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
         """Compute the loss and metrics of each pair."""
-        lengths_P2 = torch.tensor([[row.num_marked for row in pair] for pair in examples])
         sums_P2 = row_logprobs(decoder, batch, examples)
-        means_P2 = sums_P2 / lengths_P2.clamp(min=1).to(sums_P2.device)
+        means_P2 = sums_P2 / row_lengths(examples).to(sums_P2.device)
         odds_P2 = log_odds(means_P2)
         margin_P = odds_P2[:, 0] - odds_P2[:, 1]
         loss_P = -means_P2[:, 0] - self._weight * F.logsigmoid(margin_P)
