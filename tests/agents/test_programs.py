@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import agents
 import openai
 import pytest
 
@@ -308,6 +307,8 @@ def test_unknown_tool_call_is_a_policy_mistake():
 
 
 def test_handoffs_are_branches_of_one_trajectory():
+    import agents  # not by every process that collects tests: it takes 4 s of CPU time
+
     def build(tools):
         solver = agents.Agent(name="Solver", instructions="Add with the tool.", tools=tools)
         return agents.Agent(name="Triage", instructions="Hand over.", handoffs=[solver])
@@ -328,6 +329,8 @@ def test_handoffs_are_branches_of_one_trajectory():
 
 
 def test_agent_used_as_a_tool_of_another_agent():
+    import agents
+
     def build(tools):
         helper = agents.Agent(name="Helper", instructions="You help.", tools=tools)
         ask = helper.as_tool(tool_name="ask_helper", tool_description="Ask.")
@@ -357,6 +360,8 @@ def test_agents_can_be_pickled(tmp_path, monkeypatch):
 
 
 def build(tools):
+    import agents
+
     return agents.Agent(name="One", tools=tools)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 
-import anthropic
 import openai
 import pytest
 from pydantic import BaseModel
@@ -101,6 +100,8 @@ async def force_call_in_responses(session):
 
 
 async def force_call_in_anthropic_messages(session):
+    import anthropic  # not by every process that collects tests
+
     async with anthropic.AsyncAnthropic(
         api_key=session.api_key, base_url=session.base_url.removesuffix("/v1"), max_retries=0
     ) as client:
