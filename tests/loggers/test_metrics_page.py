@@ -42,6 +42,8 @@ RUNS = {
     ],
     "ppo": ["env.id=shaped", "steps=1", "trainer.algorithm=ppo"],
     "sapo": ["env.id=shaped", "steps=1", "trainer.algorithm=sapo"],
+    "dppo": ["env.id=shaped", "steps=1", "trainer.algorithm=dppo"],
+    "kl_cov": ["env.id=shaped", "steps=1", "trainer.algorithm=kl_cov"],
 }
 ELSEWHERE = {
     # What none of these runs can show: no GPU, no rejected group, no judging that raised; and
