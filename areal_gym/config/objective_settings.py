@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from areal_gym.config.algorithm_settings import PRESETS
 from areal_gym.config.settings_model import Settings, Urls
 
 OBJECTIVES: Mapping[str, str] = {
@@ -139,6 +140,7 @@ def check_objective(
                 f"rollout.temperature = {temperature:g} with objective = 'distill': teachers give "
                 "log-probabilities at temperature 1, and tokens must be sampled at it, too"
             )
+        _check_advantage(advantage, teacher.divergence)
     elif teacher != TeacherConfig() or advantage == "distill":
         raise ValueError("a teacher is for objective=distill only")
     if data.min_reward is not None and (objective != "sft" or data.file is not None):
@@ -146,3 +148,29 @@ def check_objective(
             "data.min_reward is about demonstrations for objective=sft; files and pairs have no "
             "rewards"
         )
+
+
+def _check_advantage(advantage: str, divergence: str) -> None:
+    """Raise ValueError for an advantage with which a run of distillation ignores its teacher.
+
+    Estimators of plugins are left to `areal_gym.runs.make_trainer`, which sees their inputs.
+    """
+    if divergence != "sampled":
+        if advantage != "reinforce":
+            raise ValueError(
+                f"trainer.advantage = {advantage!r} with teacher.divergence = {divergence!r}: the "
+                "divergence is itself the loss, which needs no advantage; leave it out, or write "
+                "trainer.advantage=reinforce (for the advantage 'distill', "
+                "teacher.divergence=sampled)"
+            )
+    elif advantage in {preset.advantage for preset in PRESETS.values()}:
+        raise ValueError(ignores_teacher(advantage))
+
+
+def ignores_teacher(advantage: str) -> str:
+    """Return the message for an advantage that learns from rewards beside a teacher."""
+    return (
+        f"trainer.advantage = {advantage!r} with objective = 'distill' would learn from rewards "
+        "and ignore the teacher; leave it out, or write trainer.advantage=distill (to learn from "
+        "rewards: objective=rl, without a teacher)"
+    )

@@ -142,3 +142,9 @@ def test_teacher_with_a_shorter_context_is_refused(tiny_policy, teacher, tmp_pat
     refused = pytest.raises(ConfigError, match="takes at most 121 tokens, and episodes")
     with served_in_thread(FakeSGLangServer, teacher, max_context=128) as server, refused:
         kl_of(config_of(tiny_policy, f"teacher.url={server.url}"), tmp_path / "run")
+
+
+def test_advantages_that_take_no_teacher_are_refused(tiny_policy, teacher, tmp_path):
+    config = config_of(tiny_policy, f"teacher.model={teacher}", "trainer.advantage=per_turn")
+    with pytest.raises(ConfigError, match=r"'per_turn' .* would learn from rewards"):
+        train(config, run_dir=tmp_path / "run")

@@ -185,6 +185,15 @@ def test_hint_is_written_at_the_end_of_the_first_user_message():
             "teacher.top_k=64",
         ),
         ([], "needs one teacher"),
+        (
+            ["teacher.model=a", "trainer.advantage=grpo"],
+            "would learn from rewards and ignore the teacher; leave it out, or write "
+            "trainer.advantage=distill",
+        ),
+        (
+            ["teacher.model=a", "teacher.divergence=reverse", "trainer.advantage=distill"],
+            "write trainer.advantage=reinforce",
+        ),
     ],
 )
 def test_settings_of_teachers_that_do_not_fit_are_refused(overrides, reason):

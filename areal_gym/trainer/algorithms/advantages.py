@@ -41,6 +41,7 @@ __all__ = [
     "require_finite",
     "returns_to_go",
     "rloo",
+    "takes_teacher",
     "takes_tokens",
 ]
 
@@ -185,6 +186,11 @@ def needs_roles(estimator: AdvantageEstimator) -> bool:
 def needs_answer_probs(estimator: AdvantageEstimator) -> bool:
     """Return whether the estimator compares turns by the probability of the known answer."""
     return "answer_probs_T" in _keywords(estimator)
+
+
+def takes_teacher(estimator: AdvantageEstimator) -> bool:
+    """Return whether the estimator uses a teacher's log-probabilities."""
+    return "teacher_logprobs_T" in _keywords(estimator)
 
 
 def needs_critic(estimator: AdvantageEstimator) -> bool:
