@@ -145,7 +145,8 @@ class EnvUnreachableError(EnvError, ConnectionError):
 
 
 class RewardError(EnvError):
-    """A reward is not finite: the group of the episode is not trained on."""
+    """A reward, a part of it or a metric of the environment is not finite: the group of the episode
+    is not trained on."""
 
     boundary = "reward"
 

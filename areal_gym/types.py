@@ -317,9 +317,11 @@ class Trajectory:
 
 def _turn_row(turn: Turn) -> dict[str, Any]:
     row = asdict(turn) | {"finish_reason": str(turn.finish_reason)}
-    if row["answer_prob"] is None:
-        del row["answer_prob"]
-    return {k: v for k, v in row.items() if v or k not in ("state_key", "role", "is_fixed")}
+    if not turn.is_fixed:
+        del row["is_fixed"]
+    # An empty text is a name, of a state or a role: only what is None is left out.
+    optional = ("state_key", "role", "answer_prob")
+    return {k: v for k, v in row.items() if v is not None or k not in optional}
 
 
 def _span_row(span: TokenSpan, packs_numbers: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -38,17 +39,17 @@ class Response:
     """The messages that the policy reads next (tool results, a user's reply). Empty at the end."""
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Named parts of the reward, for people; they need not add up to it."""
+    """Named parts of the reward, finite numbers, for people; they need not add up to it."""
     is_terminated: bool = False
     """The task's own end (solved, failed, given up)."""
     is_truncated: bool = False
     """A limit of the environment's own; `max_turns` is applied for you."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to add up over the episode (tool calls, tool errors, ...)."""
+    """Finite numbers to add up over the episode (tool calls, tool errors, ...)."""
     state_key: str | None = None
-    """A name of the state in which the policy wrote the message that this answers: the same for
-    equal states of a task, in any of its episodes. `trainer.advantage=gigpo` compares what was done
-    in equal states; None compares the message with no other."""
+    """A text that names the state in which the policy wrote the message that this answers: the same
+    for equal states of a task, in any of its episodes. `trainer.advantage=gigpo` compares what was
+    done in equal states; None compares the message with no other."""
     role: str | None = None
     """The role that reads `messages` and writes next; None: the one that has just written."""
     role_rewards: Mapping[str, float] = field(default_factory=dict)
@@ -108,16 +109,15 @@ def step_result(response: object, source: str, task_id: str, num_judge_errors: i
     require_messages(messages, source)
     reward = finite_reward(response.reward, source)
     info: Info = {"messages": messages, "task_id": task_id}
-    if response.reward_parts:
-        info["reward_parts"] = dict(response.reward_parts)
+    if parts := _numbers(response.reward_parts, source, "reward_parts", "part of the reward"):
+        info["reward_parts"] = parts
     if response.state_key is not None:
-        info["state_key"] = response.state_key
+        info["state_key"] = _state_key(response.state_key, source)
     if response.role is not None:
         info["role"] = response.role
-    if response.role_rewards:
-        rewards = response.role_rewards.items()
-        info["role_rewards"] = {role: finite_reward(value, source) for role, value in rewards}
-    metrics = dict(response.metrics)
+    if rewards := _numbers(response.role_rewards, source, "role_rewards", "reward of the role"):
+        info["role_rewards"] = rewards
+    metrics = _numbers(response.metrics, source, "metrics", "metric")
     if num_judge_errors:
         metrics[JUDGE_ERRORS] = metrics.get(JUDGE_ERRORS, 0) + num_judge_errors
     if metrics:
@@ -129,6 +129,42 @@ def step_result(response: object, source: str, task_id: str, num_judge_errors: i
 
 def finite_reward(reward: object, source: str) -> float:
     """Return the reward, maybe of int, bool or numpy, as a finite float; else raise RewardError."""
-    if isinstance(reward, numbers.Real | np.number | np.bool_) and math.isfinite(float(reward)):
-        return float(reward)
-    raise RewardError(f"{source} gave the reward {reward!r}; a finite number is needed")
+    return _finite(reward, f"{source} gave the reward {reward!r}")
+
+
+def _numbers(given: object, source: str, field_name: str, what: str) -> dict[str, float]:
+    """Return a field of a response, numbers by name, with finite floats; else raise RewardError."""
+    if not isinstance(given, Mapping):
+        raise RewardError(
+            f"{source} gave {field_name}={short(repr(given))}; numbers by name are needed",
+            hints=[f"as in Response({field_name}={{'name': 1.0}}); without any, leave it out"],
+        )
+    numbers_by_name: dict[str, float] = {}
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise RewardError(
+                f"{source} gave {field_name} with the name {name!r}, which is not a text",
+                hints=[f"as in Response({field_name}={{{str(name)!r}: {value!r}}})"],
+            )
+        claim = f"{source} gave the {what} {name!r} = {short(repr(value))}"
+        numbers_by_name[name] = _finite(value, claim)
+    return numbers_by_name
+
+
+def _finite(value: object, claim: str) -> float:
+    """Return the value as a finite float; else raise RewardError, which begins with `claim`."""
+    if isinstance(value, numbers.Real | np.number | np.bool_):
+        with contextlib.suppress(OverflowError, TypeError):  # 10**400; a complex number
+            if math.isfinite(number := float(value)):
+                return number
+    raise RewardError(f"{claim}; a finite number is needed")
+
+
+def _state_key(key: object, source: str) -> str:
+    """Return the key, which is compared and recorded, as a plain text; else raise EnvError."""
+    if isinstance(key, str):
+        return str(key)
+    raise EnvError(
+        f"{source} gave the state_key {short(repr(key))}, a {type(key).__name__}; a text is needed",
+        hints=["as in Response(state_key=str(state)): equal states need equal texts", "or None"],
+    )

@@ -71,7 +71,8 @@ class EpisodeRecord:
             turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + part
         for role, reward in info.get("role_rewards", {}).items():
             next(t for t in reversed(self.turns) if t.role == role).reward += reward
-        turn.state_key = turn.state_key or info.get("state_key")
+        if turn.state_key is None:
+            turn.state_key = info.get("state_key")
         for name, value in info.get("metrics", {}).items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         self.unread = info["messages"]

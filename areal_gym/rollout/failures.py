@@ -35,8 +35,8 @@ fails them all, and then the ones that are retried at once."""
 _HINTS = {
     StopReason.ENV_ERROR: "look for the cause with: areal-gym check ENV, "
     "or areal-gym check --data DATA --reward REWARD",
-    StopReason.REWARD_ERROR: "rewards are finite numbers: look at what the environment, or "
-    "your reward function, returns",
+    StopReason.REWARD_ERROR: "rewards, their parts and metrics are finite numbers: look at "
+    "what the environment, or your reward function, returns",
     StopReason.TASK_ERROR: "look for the cause with: areal-gym check ENV",
     StopReason.AGENT_ERROR: "play one episode by itself: areal-gym eval --env ENV eval.num_tasks=1",
     StopReason.ENGINE_ERROR: "is the engine alive, and the model the right one?",

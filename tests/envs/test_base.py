@@ -10,7 +10,7 @@ import pytest
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool, tool
-from areal_gym.errors import EnvError, NothingToDoError, ToolError, UsageError
+from areal_gym.errors import EnvError, NothingToDoError, RewardError, ToolError, UsageError
 from areal_gym.types import Task
 
 
@@ -76,6 +76,45 @@ def test_every_real_number_type_is_a_reward(reward):
 def test_nonfinite_or_non_number_reward_is_an_env_error(reward):
     with pytest.raises(EnvError, match="finite number"):
         make_started(respond=lambda: Response(reward=reward)).step("x")
+
+
+@pytest.mark.parametrize(
+    ("field_name", "what"),
+    [
+        ("reward_parts", "part of the reward"),
+        ("role_rewards", "reward of the role"),
+        ("metrics", "metric"),
+    ],
+)
+def test_named_numbers_that_are_not_finite_name_the_environment_and_themselves(field_name, what):
+    for value in (math.nan, math.inf, "abc", None, 10**400):
+        response = Response(**{field_name: {"format": value}})
+        env = make_started(respond=lambda response=response: response)
+        with pytest.raises(RewardError, match="finite number is needed") as caught:
+            env.step("x")
+        assert f"Echo.respond gave the {what} 'format' = {repr(value)[:50]}" in str(caught.value)
+    for wrong in ({3: 1.0}, {None: 1.0}, [1.0], None):
+        response = Response(**{field_name: wrong})
+        env = make_started(respond=lambda response=response: response)
+        with pytest.raises(RewardError, match=rf"Echo.respond gave {field_name}") as caught:
+            env.step("x")
+        assert f"as in Response({field_name}=" in caught.value.hints[0]
+
+
+def test_named_numbers_of_any_real_type_are_plain_floats():
+    parts = {"a": np.float32(0.5), "b": np.bool_(True), "c": 2}
+    step = make_started(respond=lambda: Response(reward_parts=parts, metrics=parts)).step("x")
+    assert step.info["reward_parts"] == step.info["metrics"] == {"a": 0.5, "b": 1.0, "c": 2.0}
+    assert {*map(type, step.info["metrics"].values())} == {float}
+
+
+@pytest.mark.parametrize("key", [["a"], {"room": 1}, ("a", 1), 3, 0, b"a"])
+def test_state_key_that_is_not_a_text_is_refused(key):
+    env = make_started(respond=lambda: Response(state_key=key))
+    with pytest.raises(EnvError, match=r"Echo\.respond gave the state_key") as caught:
+        env.step("x")
+    assert repr(key) in str(caught.value)
+    assert "state_key=str(state)" in caught.value.hints[0]
 
 
 def test_terminated_and_truncated_are_never_both():

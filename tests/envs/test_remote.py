@@ -176,6 +176,10 @@ class Failing(areal_gym.TextEnv):
                 return 1 / 0
             case "bad reward":
                 return areal_gym.Response(reward=float("nan"))
+            case "bad part":
+                return areal_gym.Response(reward_parts={"format": float("nan")})
+            case "bad key":
+                return areal_gym.Response(state_key=["room", 1])
             case "limit":
                 return areal_gym.Response(is_truncated=True, reward=0.25)
             case _:
@@ -189,6 +193,8 @@ def test_remote_failures_keep_their_kind():
             ("sandbox", SandboxError, "no walls"),
             ("bug", EnvError, "ZeroDivisionError"),
             ("bad reward", RewardError, "a finite number is needed"),
+            ("bad part", RewardError, "Failing.respond gave the part of the reward 'format' = nan"),
+            ("bad key", EnvError, "Failing.respond gave the state_key"),
         ):
             env.reset(seed=0)
             with pytest.raises(error, match=text) as caught:

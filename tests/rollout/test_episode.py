@@ -1,4 +1,5 @@
 import asyncio
+import json
 import math
 
 import numpy as np
@@ -12,7 +13,7 @@ from areal_gym.envs.tools import tool
 from areal_gym.errors import EngineError, SandboxError, UsageError
 from areal_gym.recording import InFlight, derive_seed
 from areal_gym.rollout.episode import play_episode
-from areal_gym.types import FinishReason, StopReason, Task, freeze
+from areal_gym.types import FinishReason, StopReason, Task, Trajectory, freeze
 from tests._support.sums_env import CALL, Sums, add
 
 RENDERER = byte_renderer()
@@ -87,6 +88,23 @@ def test_nonfinite_rewards_are_reward_errors(reward):
     trajectory = play(Once(lambda m: Response(reward=reward, is_terminated=True)), ["x"])
     assert trajectory.stop_reason is StopReason.REWARD_ERROR
     assert trajectory.reward == 0.0
+
+
+@pytest.mark.parametrize("given", [{"metrics": {"n": "abc"}}, {"reward_parts": {"n": math.nan}}])
+def test_wrong_parts_and_metrics_are_reward_errors_of_the_environment(given):
+    trajectory = play(Once(lambda m: Response(reward=1.0, is_terminated=True, **given)), ["x"])
+    assert trajectory.stop_reason is StopReason.REWARD_ERROR
+    assert "Once.respond gave the" in trajectory.error
+    assert trajectory.reward == 0.0
+
+
+@pytest.mark.parametrize("key", ["", "0", None])
+def test_state_keys_survive_the_record(key):
+    answer = Response(reward=1.0, is_terminated=True, state_key=key)
+    trajectory = play(Once(lambda m: answer), ["x"])
+    read = Trajectory.from_dict(json.loads(json.dumps(trajectory.to_dict())))
+    assert read == trajectory
+    assert [turn.state_key for turn in read.turns] == [key]
 
 
 def test_truncated_turn_is_graded_and_ends_the_episode():

@@ -15,6 +15,7 @@ from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpo
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.replay import replay
 from areal_gym.runs.train import train
+from tests._support.shaped_env import Shaped
 
 SMALL = [
     "env.id=shaped",
@@ -62,6 +63,21 @@ def test_replay_reproduces_weights_bit_for_bit(recorded):
     first, *_, last = (RunDir(recorded).read_metrics()[i] for i in (0, -1))
     assert first["train/grad_norm"] > 0
     assert last["rollout/staleness_max"] > 0
+
+
+def test_replay_of_states_with_an_empty_name(shaped_env, tiny_policy, tmp_path, monkeypatch):
+    respond = Shaped.respond
+
+    async def named(self, message):
+        response = await respond(self, message)
+        response.state_key = "" if self.num_turns == 1 else None
+        return response
+
+    monkeypatch.setattr(Shaped, "respond", named)
+    config = config_of(tiny_policy, "trainer.algorithm=gigpo", "trainer.advantage=gigpo", "steps=2")
+    train(config, run_dir=tmp_path / "run")
+    assert RunDir(tmp_path / "run").read_metrics()[0]["train/anchored_fraction"] > 0
+    assert replay(recorded_config(tmp_path / "run"), tmp_path / "run").is_identical
 
 
 def test_replay_detects_changed_records(recorded, tmp_path):
