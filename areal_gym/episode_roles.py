@@ -48,17 +48,27 @@ def role_groups(group: Group) -> list[list[tuple[int, Trajectory]]]:
     """Return the members of a group by role: (place in the group, part) of each.
 
     A member whose turns have no role stays whole, so that a group without roles is one list. A
-    member in which a role never spoke has no part in that role's list, and a part without siblings
-    is left out: it can be compared with nothing.
+    member in which a role never spoke has no part in that role's list, one that fixed roles ended
+    before the policy's turn is in no list, and a part without siblings is left out: it can be
+    compared with nothing.
     """
     parts: dict[str | None, list[tuple[int, Trajectory]]] = {}
     for place, trajectory in enumerate(group.trajectories):
         roles = roles_of(trajectory)
         for role in roles:
             parts.setdefault(role, []).append((place, part_of(trajectory, role)))
-        if not roles:
+        if not roles and not _is_others(trajectory):
             parts.setdefault(None, []).append((place, trajectory))
     return [members for members in parts.values() if len(members) > 1 or len(group) == 1]
+
+
+def has_policy_tokens(group: Group) -> bool:
+    """Return whether the policy sampled a token in any part that could be trained on."""
+    return any(part.num_policy_tokens for members in role_groups(group) for _, part in members)
+
+
+def _is_others(trajectory: Trajectory) -> bool:
+    return bool(trajectory.turns) and all(turn.is_fixed for turn in trajectory.turns)
 
 
 def trained_parts(groups: Iterable[Group]) -> Iterator[tuple[int, int, Trajectory]]:

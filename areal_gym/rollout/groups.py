@@ -35,6 +35,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from areal_gym.config import RolloutConfig
+from areal_gym.episode_roles import has_policy_tokens
 from areal_gym.errors import MasteredError, TrainError
 from areal_gym.rollout.filters import GroupFilter, rejection
 from areal_gym.rollout.journal import Journal
@@ -45,6 +46,8 @@ _MIN_REJECTED, _MIN_BATCHES = 64, 8
 """The run stops after this many rejected groups in a row: the larger of a number of groups, and a
 number of batches' worth of groups. If one group in twenty is kept, 64 rejections in a row happen by
 chance in 4 of 100 cases, and 128 in one of 700."""
+_NO_TOKENS = "policy/no-token"
+"""The reason for which a group is rejected in which the policy sampled nothing."""
 _SOLVED = 1 - 1e-9
 """The least reward of a task that is solved."""
 _MAX_REPLAYS = 4
@@ -225,15 +228,19 @@ class GroupTracker:
     def finish(self, running: RunningGroup) -> None:
         """Finish a group with enough members; the filters decide whether it is trained on.
 
+        One in which the policy sampled no token is rejected whatever they say.
+
         Raises:
-            MasteredError: the filters rejected too many groups in a row, most of them solved.
-            TrainError: they rejected too many others, or the disk is full.
+            MasteredError: too many groups in a row were rejected, most of them solved.
+            TrainError: too many others were rejected, or the disk is full.
         """
         index = running.index
         self._survived_outage(index)
         group = running.complete()
         self._tasks.finished(index, group.rewards_G)
-        if (reason := rejection(self._filters, group)) is not None:
+        # Fixed roles ended its episodes before the policy's turn, or its prompts fill the context.
+        is_empty = not has_policy_tokens(group)
+        if reason := _NO_TOKENS if is_empty else rejection(self._filters, group):
             del self.running[index]
             self._reject(index, group, reason)
             return
@@ -355,6 +362,16 @@ class GroupTracker:
         if num_rejected >= max(_MIN_REJECTED, _MIN_BATCHES * self._config.batch_groups):
             counts = self._rejected_in_a_row.most_common()
             reasons = ", ".join(f"{count} by {reason}" for reason, count in counts)
+            if self._rejected_in_a_row[_NO_TOKENS] > num_rejected / 2:
+                raise TrainError(
+                    f"{num_rejected} groups in a row are rejected, most of them because the "
+                    f"policy sampled no token in them: {reasons}",
+                    hints=[
+                        "prompts that fill the context: raise engine.max_context",
+                        "fixed roles that end the episodes before the policy's turn: "
+                        "env.fixed_roles, or other tasks",
+                    ],
+                )
             is_mastered = self._num_solved_in_a_row > num_rejected / 2
             error = MasteredError if is_mastered else TrainError
             raise error(

@@ -160,7 +160,10 @@ class Trainer(PolicyTrainer):
         if not rows:
             raise TrainError(
                 "the batch holds no token that the policy sampled",
-                hints=["are the prompts longer than engine.max_context?"],
+                hints=[
+                    "are the prompts longer than engine.max_context, or do fixed roles end the "
+                    "episodes before the policy's turn?"
+                ],
             )
         num_recorded = sum(row.routed_experts is not None for row in rows)
         if self.config.routing_replay and not self._ranks.sum({"rows": num_recorded})["rows"]:

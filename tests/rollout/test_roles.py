@@ -254,7 +254,7 @@ def test_a_fixed_role_may_begin_and_end_the_episode():
     lost = play([], stones=3, env=env)  # first takes all
     assert (lost.stop_reason, lost.reward) == (StopReason.COMPLETED, 0.0)
     assert [turn.role for turn in lost.turns] == ["first"]
-    assert sequences_of([group_of(lost)])[0].num_trainable == 0
+    assert sequences_of([group_of(lost)]) == []
     won = play([3], stones=4, env=env)
     assert won.reward == 1.0
     assert sequences_of([group_of(won)])[0].role == "second"

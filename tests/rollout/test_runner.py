@@ -150,7 +150,9 @@ def test_runner_runs_ahead_up_to_max_staleness():
         async with asyncio.timeout(10), runner:
             await runner.next_batch()
             for version in (0, 1):
-                await asyncio.sleep(0.1)
+                while runner.stats().groups_ready < 6 + 3 * version:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)  # and no further
                 assert runner.stats().groups_ready == 6 + 3 * version  # 3 were taken
                 assert runner.stats().episodes_in_flight == 0
                 # The runner notices the new version without being called.

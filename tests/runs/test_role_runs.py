@@ -8,7 +8,7 @@ import pytest
 
 from areal_gym.config import load_config
 from areal_gym.envs.nim import NimEnv
-from areal_gym.errors import FailureBudgetError
+from areal_gym.errors import FailureBudgetError, TrainError
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.evaluation import evaluate
 from areal_gym.runs.replay import replay
@@ -59,6 +59,21 @@ def test_self_play_learns_the_solution(algorithm, nim_policy, tmp_path):
     assert len(rows) == 20
     assert mistakes(rows[-8:]) < 0.6 * mistakes(rows[:4])
     assert {"reward/role/first", "reward/role/second"} <= rows[-1].keys()
+
+
+def test_episodes_that_end_before_the_policys_turn_are_left_out(nim_policy, tmp_path):
+    """The first player takes all of small piles: nothing was sampled, and nothing was earned."""
+    overrides = ["env.fixed_roles.first=gold", "env.kwargs.most_stones=5", "steps=6", "seed=1"]
+    overrides += ["rollout.batch_groups=1", "rollout.group_size=2"]
+    train(config_of(nim_policy, *overrides), run_dir=tmp_path)
+    rows = RunDir(tmp_path).read_metrics()
+    assert len(rows) == 6
+    assert sum(row.get("rollout/rejected/policy/no-token", 0) for row in rows) > 0
+    for row in rows:
+        assert row["reward/mean"] == row["reward/role/second"]
+    with pytest.raises(TrainError, match="the policy sampled no token") as caught:
+        train(config_of(nim_policy, *overrides, "env.kwargs.most_stones=3"), run_dir=tmp_path / "r")
+    assert "env.fixed_roles" in caught.value.hints[1]
 
 
 def test_a_checkpoint_plays_a_role_and_is_not_trained(nim_policy, tmp_path):
