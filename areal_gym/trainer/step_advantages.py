@@ -13,7 +13,11 @@ from torch import Tensor
 from areal_gym.config import TrainerConfig
 from areal_gym.config.algorithm_settings import RewardConfig
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.algorithms.advantage_inputs import AdvantageInputs, TrajectoryInputs
+from areal_gym.trainer.algorithms.advantage_inputs import (
+    NO_PARTS,
+    AdvantageInputs,
+    TrajectoryInputs,
+)
 from areal_gym.trainer.algorithms.advantages import (
     AdvantageEstimator,
     estimate,
@@ -62,6 +66,8 @@ class StepAdvantages:
         self._role_ids = torch.zeros(_MAX_ROLES, dtype=torch.int64)
         """A number made from each role's name; 0 in slots without a role."""
         self._role_means = torch.zeros(_MAX_ROLES, dtype=torch.float64)
+        self._part_names: dict[str, None] = {}
+        """The reward parts of earlier steps: one that no episode of a batch has is 0 there."""
 
     def states(self) -> dict[str, Tensor]:
         """Return the live tensors that a checkpoint keeps, by name."""
@@ -118,6 +124,12 @@ class StepAdvantages:
         """Return the inputs with the running means that the estimator needs."""
         if not self._past_mean.isnan():
             inputs = replace(inputs, past_mean=self._past_mean.clone())
+        if inputs.reward_parts_G is not None or self._part_names:
+            given_G = inputs.reward_parts_G or {NO_PARTS: inputs.rewards_G}
+            self._part_names.update(dict.fromkeys(given_G))
+            absent_G = torch.zeros_like(inputs.rewards_G)
+            parts_G = dict.fromkeys(self._part_names, absent_G) | dict(given_G)
+            inputs = replace(inputs, reward_parts_G=parts_G)
         if needs_roles(self._estimator):
             heads = [row for row in every_row if row.branch == 0]
             role_means_G = self._move_role_means([row.role for row in heads], inputs.rewards_G)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
 from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.trainer import Trainer
@@ -41,8 +43,8 @@ def group_of(*members: Trajectory) -> Group:
     return Group(id=members[0].id, task=members[0].task, trajectories=members)
 
 
-def trainer_of(algorithm: str) -> Trainer:
-    config = TrainerConfig(algorithm=algorithm, lr=1e-3)
+def trainer_of(algorithm: str, **settings: Any) -> Trainer:
+    config = TrainerConfig(algorithm=algorithm, lr=1e-3, **settings)
     plugins = registry()
     return Trainer(
         tiny_decoder(),
@@ -133,3 +135,38 @@ def test_a_fixed_role_changes_neither_weights_nor_advantages(algorithm):
         steps.append((shown, [tensor.clone() for _, tensor in trainer.weights()]))
     assert steps[0][0] == steps[1][0]
     assert all(one.equal(other) for one, other in zip(steps[0][1], steps[1][1], strict=True))
+
+
+def graded(rng: random.Random, parts: dict[str, dict[str, float] | float]) -> Trajectory:
+    """An episode whose roles are paid by reward parts, or by a number alone."""
+    sums = {r: sum(p.values()) if isinstance(p, dict) else p for r, p in parts.items()}
+    played = game(rng, sums)
+    given = [p if isinstance(p, dict) else {} for p in parts.values()]
+    turns = [replace(t, reward_parts=p) for t, p in zip(played.turns, given, strict=True)]
+    return replace(played, turns=tuple(turns))
+
+
+@pytest.mark.parametrize("weights", [None, {"right": 1.0, "tidy": 1.0}])
+def test_gdpo_teaches_roles_without_parts_by_their_rewards(weights):
+    """A role that has no parts beside one that has some: its rewards are its only part."""
+    rng = random.Random(5)
+    members = [
+        graded(rng, {"a": paid, "b": {"right": right, "tidy": 0.5}})
+        for paid, right in ((5.0, 1.0), (3.0, 0.0), (7.0, 1.0))
+    ]
+    settings = {} if weights is None else {"advantage_kwargs": {"weights": weights}}
+    shown = step(trainer_of("gdpo", **settings), [group_of(*members)])
+    low, middle, high = sorted(advantage for _, role, advantage in shown if role == "a")
+    assert middle - low == pytest.approx(high - middle, rel=1e-3)  # of 3, 5 and 7
+    assert middle - low > 0.5
+    assert len({round(advantage, 6) for _, role, advantage in shown if role == "b"}) == 2
+
+
+def test_gdpo_counts_a_part_that_a_later_batch_lacks_as_nothing():
+    rng = random.Random(6)
+    trainer = trainer_of("gdpo", advantage_kwargs={"weights": {"right": 1.0}})
+    step(trainer, [group_of(*(graded(rng, {"a": {"right": r, "tidy": 1.0}}) for r in (0.0, 1.0)))])
+    without = [group_of(*(graded(rng, {"a": {"tidy": r}}) for r in (0.0, 1.0)))]
+    assert [advantage for *_, advantage in step(trainer, without)] == [0.0, 0.0]
+    with pytest.raises(ConfigError, match="no part 'right'"):
+        trainer_of("gdpo", advantage_kwargs={"weights": {"right": 1.0}}).step(without, version=0)

@@ -9,6 +9,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+NO_PARTS = "(reward)"
+"""The part that the reward of a group without reward parts is, beside groups with some."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryInputs:
@@ -20,7 +23,8 @@ class TrajectoryInputs:
     """The critic's prediction after the last token of a truncated trajectory; 0 for a finished
     one."""
     reward_parts_G: Mapping[str, Tensor] | None = None
-    """Named parts of the rewards, each [G], as the environment gave them; None without any."""
+    """Named parts of the rewards, each [G], as the environment gave them, 0 for a missing one;
+    None without any. Groups without parts have `NO_PARTS`."""
     role_means_G: Tensor | None = None
     """The running mean of the rewards of each trajectory's role, this batch's included."""
     past_mean: Tensor | None = None

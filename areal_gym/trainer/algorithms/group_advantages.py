@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.trainer.algorithms.advantage_inputs import NO_PARTS
 from areal_gym.trainer.algorithms.advantages import (
     EPS,
     WHITENING_EPS,
@@ -94,18 +95,24 @@ def gdpo(
     over the batch's tokens, with unbiased deviations. A sum of rewards would let the part with the
     largest deviation drown the others. `weights` names the parts that count and their weights; by
     default all have 1. Parts are taken as the environment gave them, before `trainer.reward`. Gives
-    [T]; a group of equal parts gets what all others leave of the mean, and a reward without parts
-    is its only part, named "reward": both as in verl.
+    [T]; a group of equal parts gets what all others leave of the mean, as in verl. A member without
+    a part that its siblings have counts as 0 there. A group without any part has its reward as its
+    only one, with weight 1; where the whole batch has none, that part is named "reward", as in
+    verl.
 
     Raises:
         ConfigError: a weight of a part that the environment does not give, or a group of one.
     """
     reward_parts_G = reward_parts_G or {"reward": rewards_G}
-    weights = dict.fromkeys(reward_parts_G, 1.0) if weights is None else weights
+    if weights is None:
+        weights = dict.fromkeys(reward_parts_G, 1.0)
+    elif NO_PARTS in reward_parts_G:
+        weights = {**weights, NO_PARTS: 1.0}
     for name in weights:
         if name not in reward_parts_G:
-            near = did_you_mean(name, list(reward_parts_G))
-            known = f"its parts: {', '.join(reward_parts_G)}"
+            names = [each for each in reward_parts_G if each != NO_PARTS]
+            near = did_you_mean(name, names)
+            known = f"its parts in this batch: {', '.join(names)}"
             raise ConfigError(
                 f"gdpo: the environment's rewards have no part {name!r}",
                 hints=[near, known] if near else [known],

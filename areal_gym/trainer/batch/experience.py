@@ -11,7 +11,11 @@ from torch import Tensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.algorithms.advantage_inputs import AdvantageInputs, TrajectoryInputs
+from areal_gym.trainer.algorithms.advantage_inputs import (
+    NO_PARTS,
+    AdvantageInputs,
+    TrajectoryInputs,
+)
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 
 
@@ -172,12 +176,21 @@ def _answer_probs(heads: Sequence[TokenSequence], turn_lengths: Sequence[Sequenc
 
 
 def _reward_parts(heads: Sequence[TokenSequence]) -> dict[str, Tensor] | None:
-    """Return the trajectories' values of each reward part, [G], with 0 for a missing one."""
-    names = sorted({name for row in heads for name in row.reward_parts})
+    """Return the trajectories' values of each reward part, [G], with 0 for a missing one.
+
+    Groups without any part, such as those of a role that is paid by `role_rewards`, or of another
+    environment of a mix, have their reward as the part `NO_PARTS`.
+    """
+    with_parts = {row.group_id for row in heads if row.reward_parts}
+    if not with_parts:
+        return None
+    parts = [
+        row.reward_parts if row.group_id in with_parts else {NO_PARTS: row.reward} for row in heads
+    ]
     return {
-        name: torch.tensor([row.reward_parts.get(name, 0.0) for row in heads], dtype=torch.float64)
-        for name in names
-    } or None
+        name: torch.tensor([each.get(name, 0.0) for each in parts], dtype=torch.float64)
+        for name in sorted({name for each in parts for name in each})
+    }
 
 
 def length_penalised(
