@@ -113,6 +113,7 @@ async def _open_one(
         loader.load(directory, device=pick_device(trainer.device, "trainer.device")),
         tokens_per_microbatch=trainer.tokens_per_microbatch,
         num_threads=trainer.num_threads,
+        vocab_size=vocab_size_of(policy),
     )
     try:
         yield teacher
@@ -122,8 +123,12 @@ async def _open_one(
 
 def _top_k(config: RunConfig, policy: Path) -> int | None:
     """Return how many of a teacher's likeliest tokens are learned, at most the vocabulary."""
-    top_k = config.teacher.top_k
-    return top_k and min(top_k, vocab_size_of(policy) or top_k)
+    teacher = config.teacher
+    if teacher.top_k is None:
+        return None
+    models = [each.model for each in (teacher, *teacher.further) if each.model is not None]
+    sizes = map(vocab_size_of, (policy, *(_checkpoint_of(Path(model)) for model in models)))
+    return min([teacher.top_k, *(size for size in sizes if size)])
 
 
 def _scoring(trainer: GroupTrainer, top_k: int | None) -> ReferenceTrainer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,15 @@ def places_before(
     return np.concatenate(sources), np.concatenate(targets)
 
 
+def with_known_ids(batch: PackedBatch, vocab_size: int) -> PackedBatch:
+    """Return the batch with the last token in place of ids that a vocabulary does not have.
+
+    Models of one family pad the same vocabulary to different sizes, and another one may have
+    sampled a token of its padding.
+    """
+    return replace(batch, token_ids_N=batch.token_ids_N.clamp_max(vocab_size - 1))
+
+
 def score_tokens(
     decoder: PolicyModel,
     batch: PackedBatch,
@@ -68,8 +78,12 @@ def score_tokens(
     temperature: float = 1.0,
     *,
     has_entropy_gradient: bool = False,
+    vocab_size: int | None = None,
 ) -> TokenScores:
     """Score the tokens that `masks` marks under softmax(logits / temperature).
+
+    With a `vocab_size`, the distribution is over the first so many tokens, and any other token
+    counts as the unlikeliest of them.
 
     Ranks that share the batch's tokens score a part each, and all get all scores.
     """
@@ -78,16 +92,20 @@ def score_tokens(
     target_ids_T = batch.token_ids_N[torch.tensor(targets, dtype=torch.long, device=device)]
     sources_T = torch.tensor(sources, dtype=torch.long, device=device)
     context = decoder.context
-    hidden_tC, target_ids_t = decoder(batch, sources_T), context.own(target_ids_T)
+    known = batch if vocab_size is None else with_known_ids(batch, decoder.shape.vocab_size)
+    hidden_tC, target_ids_t = decoder(known, sources_T), context.own(target_ids_T)
     size = chunk_tokens(decoder.shape.vocab_size, device)
 
     def score(hidden_TC: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits_TV = decoder.logits(hidden_TC).float()
+        logits_TV = decoder.logits(hidden_TC)[:, :vocab_size].float()
         if temperature != 1.0:
             logits_TV = logits_TV / temperature
         logprobs_TV = logits_TV.log_softmax(-1)
         with torch.set_grad_enabled(has_entropy_gradient and torch.is_grad_enabled()):
             entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+        if vocab_size is not None:
+            unlikeliest_T = logprobs_TV.argmin(-1)
+            target_ids_T = torch.where(target_ids_T < vocab_size, target_ids_T, unlikeliest_T)
         chosen_T = logprobs_TV.gather(1, target_ids_T[:, None]).squeeze(1)
         return chosen_T, entropy_T, chosen_T.detach() >= logprobs_TV.detach().amax(-1)
 
@@ -103,9 +121,16 @@ def score_tokens(
 
 @torch.no_grad()
 def top_tokens(
-    decoder: PolicyModel, batch: PackedBatch, masks: Sequence[Sequence[bool]], top_k: int
+    decoder: PolicyModel,
+    batch: PackedBatch,
+    masks: Sequence[Sequence[bool]],
+    top_k: int,
+    *,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the likeliest tokens, at temperature 1, in the places that `masks` marks.
+
+    With a `vocab_size`, the distribution is over the first so many tokens.
 
     Returns:
         Their ids and log-probabilities, both [T, K] and likeliest first; K is `top_k`, or the
@@ -113,10 +138,11 @@ def top_tokens(
     """
     sources, targets = places_before(batch, masks)
     device = batch.token_ids_N.device
-    hidden_tC = decoder(batch, torch.tensor(sources, dtype=torch.long, device=device))
+    known = batch if vocab_size is None else with_known_ids(batch, decoder.shape.vocab_size)
+    hidden_tC = decoder(known, torch.tensor(sources, dtype=torch.long, device=device))
     parts = []
     for hidden_TC in hidden_tC.split(chunk_tokens(decoder.shape.vocab_size, device)):
-        logprobs_TV = decoder.logits(hidden_TC).float().log_softmax(-1)
+        logprobs_TV = decoder.logits(hidden_TC)[:, :vocab_size].float().log_softmax(-1)
         parts.append(logprobs_TV.topk(min(top_k, logprobs_TV.shape[-1]), dim=-1))
     logprobs_tK, ids_tK = (torch.cat(part) for part in zip(*parts, strict=True))
     whole = decoder.context.whole

@@ -16,7 +16,7 @@ from areal_gym.errors import TrainError
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
-from areal_gym.trainer.chunked_logprobs import chunk_tokens, places_before
+from areal_gym.trainer.chunked_logprobs import chunk_tokens, places_before, with_known_ids
 
 Direction = Literal["forward", "reverse"]
 _LEAST_REST = 1e-5
@@ -115,7 +115,8 @@ class TeacherDivergence:
         """Return the divergence at each trained token, at temperature 1, [T].
 
         `hidden_tC` is the policy's output before those tokens (`TokenScores.hidden`). As in
-        scoring, the logits exist in chunks only.
+        scoring, the logits exist in chunks only. Where the policy and the teacher pad their common
+        vocabulary to different sizes, both distributions are over the tokens that both have.
 
         Raises:
             TrainError: the batch does not have the teacher's likeliest tokens, or has tokens that
@@ -125,17 +126,21 @@ class TeacherDivergence:
         of_teacher = (
             self._recorded(decoder, rows, hidden_tC.device)
             if self._teacher is None
-            else self._hidden(self._teacher, batch, rows)
+            else self._hidden(self._teacher, batch, rows, decoder.shape.vocab_size)
         )
 
         def diverge(hidden_TC: Tensor, *of_teacher: Tensor) -> Tensor:
-            logprobs_TV = decoder.logits(hidden_TC).float().log_softmax(-1)
+            logits_TV = decoder.logits(hidden_TC)
             if self._teacher is None:
                 ids_TK, teacher_TK = of_teacher
-                logprobs_TK = logprobs_TV.gather(-1, ids_TK)
+                logprobs_TK = logits_TV.float().log_softmax(-1).gather(-1, ids_TK)
                 return top_tokens_kl(logprobs_TK, teacher_TK, direction=self._direction)
             with torch.no_grad():
-                teacher_TV = self._teacher.logits(*of_teacher).float().log_softmax(-1)
+                teacher_TV = self._teacher.logits(*of_teacher)
+            size = min(logits_TV.shape[-1], teacher_TV.shape[-1])
+            logprobs_TV, teacher_TV = (
+                part_TV[:, :size].float().log_softmax(-1) for part_TV in (logits_TV, teacher_TV)
+            )
             return vocabulary_kl(
                 logprobs_TV, teacher_TV, direction=self._direction, top_k=self._top_k
             )
@@ -147,10 +152,16 @@ class TeacherDivergence:
         return decoder.context.whole(torch.cat(list(parts)), num_tokens)
 
     def _hidden(
-        self, teacher: PolicyModel, batch: PackedBatch, rows: Sequence[TokenSequence]
+        self,
+        teacher: PolicyModel,
+        batch: PackedBatch,
+        rows: Sequence[TokenSequence],
+        vocab_size: int,
     ) -> tuple[Tensor]:
         """Return the teacher's output before this rank's trained tokens, [t, C]."""
         sources, _ = places_before(batch, [row.loss_mask for row in rows])
+        if teacher.shape.vocab_size < vocab_size:
+            batch = with_known_ids(batch, teacher.shape.vocab_size)
         with torch.no_grad():
             sources_T = torch.tensor(sources, dtype=torch.long, device=batch.token_ids_N.device)
             return (teacher(batch, sources_T),)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from areal_gym.config import RunConfig, load_config
@@ -33,6 +36,13 @@ def teacher(tiny_policy, tmp_path):
     return save_checkpoint(decoder, tmp_path / "teacher", tokenizer_dir=tiny_policy)
 
 
+def padded(policy, directory, num_rows: int, seed: int):
+    """Save a policy with the same tokenizer whose embedding has `num_rows` more rows."""
+    config = load_checkpoint(policy).config
+    config = replace(config, vocab_size=config.vocab_size + num_rows)
+    return save_checkpoint(build_decoder(config, seed=seed), directory, tokenizer_dir=policy)
+
+
 def kl_of(config: RunConfig, directory) -> list[float]:
     train(config, run_dir=directory)
     return [row["train/kl_teacher"] for row in RunDir(directory).read_metrics()]
@@ -44,6 +54,29 @@ def test_whole_distributions_are_learned_by_one_rank_and_by_two(tiny_policy, tea
     assert one[-1] < one[0]
     two = kl_of(config_of(tiny_policy, *whole, "trainer.num_ranks=2", steps=1), tmp_path / "two")
     assert two[0] == pytest.approx(one[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("is_larger", [True, False])
+def test_teacher_may_pad_the_vocabulary_to_another_size(tiny_policy, tmp_path, is_larger):
+    other = padded(tiny_policy, tmp_path / "other", 16, seed=9)
+    policy, teacher = (tiny_policy, other) if is_larger else (other, tiny_policy)
+    hint = "teacher.hint=The answer is {answer}."
+    forward = "teacher.divergence=forward"
+    kinds = {
+        "sampled": [],
+        "forward": [forward],
+        "ranks": [forward] if is_larger else [forward, "trainer.num_ranks=2"],
+        "recorded": ["teacher.divergence=reverse", "teacher.top_k=100000", hint],
+    }
+    found = {
+        kind: kl_of(
+            config_of(policy, f"teacher.model={teacher}", *settings, steps=1), tmp_path / kind
+        )[0]
+        for kind, settings in kinds.items()
+    }
+    assert math.isfinite(found.pop("sampled"))
+    assert all(kl > 0 for kl in found.values())
+    assert found["ranks"] == pytest.approx(found["forward"], rel=1e-3)
 
 
 def test_policy_with_a_hint_teaches_itself_and_the_run_is_replayed(tiny_policy, tmp_path):

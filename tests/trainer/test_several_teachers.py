@@ -14,6 +14,7 @@ import torch
 from areal_gym.config import TrainerConfig, load_config
 from areal_gym.errors import ConfigError
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
+from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.rollout.group_json import dump_row, pack_group, unpack_group
 from areal_gym.runs.teacher import hinted_prompts
 from areal_gym.trainer.algorithms.advantages import reinforce
@@ -30,7 +31,7 @@ from areal_gym.trainer.teacher_divergence import VocabularyTeacher, vocabulary_k
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Task, TopTokens, Trajectory
 from tests._support.plain_attention import causal_attend
-from tests._support.tiny_training import batch, tiny_decoder
+from tests._support.tiny_training import CONFIG, batch, tiny_decoder
 
 
 def scores_of(decoder, token_ids) -> list[float]:
@@ -304,3 +305,105 @@ def test_student_approaches_the_whole_distribution_of_its_teacher(tmp_path, dire
                 p, q = logs if direction == "reverse" else logs[::-1]
                 expected += sampled(trajectory, (p.exp() * (p - q)).sum(-1).tolist()[:-1])
         assert found[0] == pytest.approx(sum(expected) / len(expected), rel=1e-4)
+
+
+# ---- one vocabulary, padded to two sizes -----------------------------------------------------
+
+
+def padded_decoder(seed: int, vocab_size: int):
+    return build_decoder(replace(CONFIG, vocab_size=vocab_size), seed=seed)
+
+
+def with_padding_sampled(groups):
+    """Let the policy sample token 55, which only the larger of the vocabularies has."""
+
+    def changed(span):
+        if span.origin != "policy" or len(span) < 2:
+            return span
+        return replace(span, token_ids=(55, *span.token_ids[1:]))
+
+    return [
+        replace(
+            group, trajectories=tuple(replace(t, spans=tuple(map(changed, t.spans))) for t in group)
+        )
+        for group in groups
+    ]
+
+
+def common_logprobs(decoder, token_ids):
+    """Log-probabilities over the 50 common tokens, by the whole logits, [N - 1, 50]."""
+    ids = torch.tensor(token_ids).clamp_max(decoder.config.vocab_size - 1)
+    with torch.no_grad():
+        hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+        return (hidden @ decoder.lm_head_weight.T)[:-1, :50].log_softmax(-1)
+
+
+SIZES = [(50, 58), (58, 50)]
+
+
+@pytest.mark.parametrize(("own_size", "teachers_size"), SIZES)
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("top_k", [None, 20, 58])
+def test_divergence_is_over_the_tokens_that_both_have(
+    tmp_path, own_size, teachers_size, direction, top_k
+):
+    groups = batch(num_groups=2)
+    if own_size > 50:
+        groups = with_padding_sampled(groups)
+    student, teacher = padded_decoder(1, own_size), padded_decoder(7, teachers_size)
+    expected = []
+    for trajectory in (t for group in groups for t in group):
+        p, q = (common_logprobs(decoder, trajectory.token_ids) for decoder in (student, teacher))
+        kl = torch.nn.functional.kl_div
+        own, other = (p, q) if direction == "reverse" else (q, p)
+        kl_T = kl(other, own, reduction="none", log_target=True).sum(-1)
+        if top_k == 20:  # the teacher's 20 likeliest, and all others as one
+            top = q.topk(20).indices
+            parts = [
+                torch.cat([x.gather(-1, top).exp(), 1 - x.gather(-1, top).exp().sum(-1, True)], -1)
+                for x in (own, other)
+            ]
+            kl_T = (parts[0] * (parts[0] / parts[1]).log()).sum(-1)
+        expected += sampled(trajectory, kl_T.tolist())
+    trainer = Trainer(
+        student,
+        TrainerConfig(advantage="reinforce", lr=3e-3, tokens_per_microbatch=64),
+        advantage=reinforce,
+        loss=ppo_clip,
+        teacher=VocabularyTeacher(
+            directory=save_checkpoint(teacher, tmp_path / "teacher"),
+            direction=direction,
+            top_k=top_k,
+        ),
+    )
+    found = trainer.step(groups, version=0)["train/kl_teacher"]
+    assert found == pytest.approx(sum(expected) / len(expected), rel=1e-3)
+
+
+@pytest.mark.parametrize(("own_size", "teachers_size"), SIZES)
+def test_local_teacher_scores_by_the_tokens_that_both_have(own_size, teachers_size):
+    groups = batch(num_groups=2)
+    if own_size > 50:
+        groups = with_padding_sampled(groups)
+    teacher = padded_decoder(7, teachers_size)
+    local = LocalTeacher(teacher, vocab_size=own_size)
+    scored, top = (asyncio.run(annotate(groups, local, top_k=top_k)) for top_k in (None, 58))
+    local.close()
+    num_unknown = 0
+    for one, other in zip(*([t for g in both for t in g] for both in (scored, top)), strict=True):
+        logs = common_logprobs(teacher, one.token_ids)
+        places = sampled(one, range(len(logs)))
+        ids = [one.token_ids[place + 1] for place in places]
+        num_unknown += sum(id >= 50 for id in ids)
+        expected = [
+            float(logs[place][id] if id < 50 else logs[place].min())
+            for place, id in zip(places, ids, strict=True)
+        ]
+        assert taught(one) == pytest.approx(expected, abs=1e-4)
+        tops = [span.teacher_top.arrays() for span in other.spans if span.origin == "policy"]
+        ids_TK = np.concatenate([ids for ids, _ in tops])
+        assert ids_TK.shape == (len(places), 50)
+        assert ids_TK.max() == 49
+        sums_T = np.exp(np.concatenate([logprobs for _, logprobs in tops])).sum(-1)
+        assert sums_T == pytest.approx(1, abs=1e-4)
+    assert (num_unknown > 0) == (own_size > 50)

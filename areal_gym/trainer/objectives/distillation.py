@@ -40,12 +40,23 @@ _T = TypeVar("_T")
 
 
 class LocalTeacher:
-    """A teacher model in this process, in its own thread with `num_threads` of torch's threads."""
+    """A teacher model in this process, in its own thread with `num_threads` of torch's threads.
+
+    `vocab_size` is the policy's. Where the teacher pads the same vocabulary to another size, its
+    distributions are over the tokens that both have.
+    """
 
     def __init__(
-        self, model: PolicyModel, *, tokens_per_microbatch: int = 4096, num_threads: int = 1
+        self,
+        model: PolicyModel,
+        *,
+        tokens_per_microbatch: int = 4096,
+        num_threads: int = 1,
+        vocab_size: int | None = None,
     ) -> None:
         self._model = model.requires_grad_(False)
+        own_size = model.shape.vocab_size
+        self._vocab_size = None if vocab_size in (None, own_size) else min(vocab_size, own_size)
         self._budget = tokens_per_microbatch
         self._thread = TrainerThread(num_threads, "teacher")
 
@@ -53,7 +64,8 @@ class LocalTeacher:
         """Return the log-probabilities, at temperature 1, of the marked tokens of each row."""
 
         def score_batch(batch: PackedBatch, masks: list[Sequence[bool]]) -> list[list[float]]:
-            logprobs_T = score_tokens(self._model, batch, masks).logprobs
+            scores = score_tokens(self._model, batch, masks, vocab_size=self._vocab_size)
+            logprobs_T = scores.logprobs
             return [part.tolist() for part in torch.split(logprobs_T, list(map(sum, masks)))]
 
         return await self._thread.call(self._by_row, rows, score_batch)
@@ -63,7 +75,7 @@ class LocalTeacher:
 
         def score_batch(batch: PackedBatch, masks: list[Sequence[bool]]) -> list[TopTokens]:
             lengths = list(map(sum, masks))
-            columns = top_tokens(self._model, batch, masks, top_k)
+            columns = top_tokens(self._model, batch, masks, top_k, vocab_size=self._vocab_size)
             ids, logprobs = (column.cpu().split(lengths) for column in columns)
             pairs = zip(ids, logprobs, strict=True)
             return [TopTokens.from_arrays(i.numpy(), p.numpy()) for i, p in pairs]
