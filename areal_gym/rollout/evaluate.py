@@ -44,6 +44,7 @@ async def measure(
     on_trajectory: Callable[[Trajectory], None] | None = None,
     on_begin: Callable[[int], None] | None = None,
     on_sample: Callable[[int, int, Trajectory], None] | None = None,
+    on_outage: Callable[[float, float], None] | None = None,
     kept: Mapping[tuple[int, int], Trajectory] | None = None,
 ) -> EvalReport:
     """Play tasks 0 to `num_tasks - 1` of a split, `num_samples` episodes each, and report on them.
@@ -66,6 +67,7 @@ async def measure(
         on_trajectory: called with every attempt that ends, failures included.
         on_begin: called with the number of episodes, before the first one.
         on_sample: called with a task's index, the sample's number and its last attempt.
+        on_outage: called with (seconds, patience in seconds) while servers or sandboxes are gone.
         kept: episodes from before, by (task index, sample number), which are not played again.
 
     Raises:
@@ -76,7 +78,8 @@ async def measure(
     start_s = time.perf_counter()
     envs = EnvPool(env_factory)
     tasks = await first_tasks(envs, split, num_tasks, max_in_flight)
-    budget, outage = FailureBudget(max_failure_rate), Outage(outage_patience_s, clock=loop_time)
+    budget = FailureBudget(max_failure_rate)
+    outage = Outage(outage_patience_s, clock=loop_time, on_lost=on_outage)
     failures = FailurePolicy(budget, outage, max_retries=max_retries, waits=False)
     requests = _requests(seed, tasks, num_samples)
     (on_begin or _ignore)(len(requests))

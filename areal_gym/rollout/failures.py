@@ -135,6 +135,7 @@ class Outage:
         patience_s: the longest outage, in seconds.
         clock: returns the time in seconds.
         engine_outage_s: returns for how many seconds the engine has had no server; 0 if it has one.
+        on_lost: called with (seconds of the outage, patience) when an episode is lost in one.
     """
 
     def __init__(
@@ -143,11 +144,13 @@ class Outage:
         *,
         clock: Callable[[], float],
         engine_outage_s: Callable[[], float] = lambda: 0.0,
+        on_lost: Callable[[float, float], None] | None = None,
     ) -> None:
         self.patience_s = patience_s
         self.last_error = ""
         self._clock = clock
         self._engine_outage_s = engine_outage_s
+        self._on_lost = on_lost
         self._since_s: float | None = None
         self._hold_until_s = 0.0
 
@@ -177,6 +180,8 @@ class Outage:
         if self._since_s is None:
             self._since_s = self._clock()
         if self.seconds <= self.patience_s:
+            if self._on_lost is not None:
+                self._on_lost(self.seconds, self.patience_s)
             return
         raise FailureBudgetError(
             f"waited {self.seconds:.0f} s for servers to come back, and no episode completed; "

@@ -28,6 +28,7 @@ class Watch:
     trajectories: list[Trajectory] = field(default_factory=list)
     _num_scored: int = field(default=0, init=False)
     _total_reward: float = field(default=0.0, init=False)
+    _num_done: int = field(default=0, init=False)
 
     def _keep(self, trajectory: Trajectory) -> None:
         self.trajectories.append(trajectory)
@@ -55,11 +56,18 @@ class Watch:
 
     def on_progress(self, done: int, total: int) -> None:
         """Show the progress."""
+        self._num_done = done
         if self.advance is not None:
             num_failed = len(self.trajectories) - self._num_scored
             failed = f", {num_failed} failures" if num_failed else ""
             mean = self._total_reward / max(1, self._num_scored)
             self.advance(done, f"reward {mean:.3f}{failed}")
+
+    def on_outage(self, seconds: float, patience_s: float) -> None:
+        """Show for how long nothing has been played, because servers are gone."""
+        if self.advance is not None:
+            waited = f"{seconds:.0f} s of {patience_s:.0f} s"
+            self.advance(self._num_done, f"waiting for servers or sandboxes, {waited}")
 
 
 def _options(config: RunConfig, greedy: bool, watch: Watch) -> dict[str, Any]:
@@ -69,12 +77,16 @@ def _options(config: RunConfig, greedy: bool, watch: Watch) -> dict[str, Any]:
         "num_tasks": config.eval.num_tasks,
         "num_samples": 1 if greedy else config.eval.num_samples,
         "max_in_flight": config.rollout.max_in_flight,
+        "max_retries": config.rollout.max_retries,
+        "max_failure_rate": config.rollout.max_failure_rate,
+        "outage_patience_s": config.rollout.outage_patience_s,
         "seed": config.seed,
         "env_id": config.env.id,
         "on_progress": watch.on_progress,
         "on_trajectory": watch.on_trajectory,
         "on_begin": watch.on_begin,
         "on_sample": watch.on_sample,
+        "on_outage": watch.on_outage,
         "kept": {} if watch.writer is None else watch.writer.kept,
     }
 

@@ -13,6 +13,7 @@ import pytest
 from areal_gym.cli.app import run
 from areal_gym.run_dir.evaluations import Evaluation
 from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.measuring import Watch
 from tests._support.evaluation_dirs import write_evaluation
 
 
@@ -51,6 +52,23 @@ def test_two_environments_in_one_command(cli, tiny_policy, tmp_path):
     code, out, _ = cli("eval", "--resume", "--out", "both", "--json")  # nothing is left to do
     assert [row["env"] for row in json.loads(out)] == ["countdown", "math"]
     assert cli("eval", *envs, "--model", str(tiny_policy), *SMALL, "--out", "both")[0] == 2
+
+
+def test_an_evaluation_waits_for_servers_as_long_as_it_is_told(cli, tiny_policy, monkeypatch):
+    monkeypatch.setattr("areal_gym.chat.chat_client.FIRST_WAIT_S", 0.001)
+    gone = "eval.fixed_roles.first=http://127.0.0.1:9/v1"  # the discard port: nobody listens
+    argv = ("eval", "--env", "nim", "--model", str(tiny_policy), *SMALL, gone)
+    code, _, err = cli(*argv, "rollout.outage_patience_s=0.5", "--plain")
+    assert code not in (0, 1, 70)
+    assert "rollout.outage_patience_s = 0.5" in err
+
+
+def test_an_outage_is_shown_beside_the_progress():
+    shown = []
+    watch = Watch(lambda *told: shown.append(told))
+    watch.on_progress(2, 9)
+    watch.on_outage(3.2, 60)
+    assert shown[-1] == (2, "waiting for servers or sandboxes, 3 s of 60 s")
 
 
 @pytest.mark.slow
