@@ -345,7 +345,7 @@ class GuardConfig(Settings):
     median over the window; null is off."""
     entropy: float | None = Field(3.0, gt=1)
     """Limit of `train/entropy`, relative to its value at the beginning (and at least 1 nat more):
-    median over the window, while rewards have not risen; null is off."""
+    median over the window, while rewards have not risen; null is off. Ignored in distillation."""
     reward: float | None = Field(0.5, gt=0, le=1)
     """Share of the distance between the lowest reward and the best windowed mean that
     `reward/newest` may lose (over 32 groups or more, and beyond chance); null is off. Ignored with

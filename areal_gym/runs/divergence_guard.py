@@ -86,6 +86,8 @@ class DivergenceGuard:
         # Rewards may fall for other reasons if tasks change, or if the reward is not the objective.
         has_same_tasks = config.rollout.curriculum is None and config.env.id != ONLINE
         self._judges_reward = config.objective == "rl" and has_same_tasks
+        # A student takes over its teacher's entropy, whatever that is.
+        self._judges_entropy = config.objective != "distill"
         # Bounded, because runs have millions of steps and old ones tell nothing about today.
         self._rows: deque[dict[str, float]] = deque(maxlen=max(_MOST_ROWS, config.guard.window))
         self._severities: dict[int, float] = {}
@@ -217,7 +219,7 @@ class DivergenceGuard:
         self, window: list[dict[str, float]], reward: tuple[float, float] | None
     ) -> tuple[float, str]:
         limit, entropy = self._config.guard.entropy, _median(window, "train/entropy")
-        if limit is None or entropy is None:
+        if limit is None or entropy is None or not self._judges_entropy:
             return 0.0, ""
         if self._usual_entropy is None:
             self._usual_entropy = entropy

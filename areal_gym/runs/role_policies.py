@@ -175,6 +175,17 @@ def make_fixed_roles(
     return {role: _policy_of(name, config, f"{key}.{role}") for role, name in fixed.items()}
 
 
+def _checkpoint_of_run(run: Path) -> Path | None:
+    """Return a run's best checkpoint, else its newest; None without any."""
+    from areal_gym.trainer.checkpoint import latest_checkpoint
+
+    best = run / "checkpoints" / "best"
+    if (best / "config.json").exists():
+        return best
+    newest = latest_checkpoint(run / "checkpoints")
+    return None if newest is None else newest[1]
+
+
 def _policy_of(name: str, config: RunConfig, key: str) -> RolePolicy:
     if name == "gold":
         return GoldPolicy()
@@ -185,9 +196,8 @@ def _policy_of(name: str, config: RunConfig, key: str) -> RolePolicy:
     if "://" in name:
         return ServerPolicy(name, params)
     directory = Path(name)
-    best = directory / "checkpoints" / "best"
-    if not (directory / "config.json").exists() and (best / "config.json").exists():
-        directory = best
+    if not (directory / "config.json").exists():
+        directory = _checkpoint_of_run(directory) or directory
     if not (directory / "config.json").exists():
         raise ConfigError(
             f"{key} = {name!r} is not a policy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 
 import pytest
 from aiohttp import web
@@ -170,3 +171,15 @@ def test_wrong_settings_are_refused(fixed, words):
     config = load_config(overrides=["env.id=nim"])
     with pytest.raises(ConfigError, match=words):
         make_fixed_roles(fixed, NimEnv(), config, "env.fixed_roles")
+
+
+def test_a_run_plays_by_its_best_checkpoint_or_else_by_its_newest(tiny_policy, tmp_path):
+    for name in ("step-000002", "step-000010"):
+        shutil.copytree(tiny_policy, tmp_path / "checkpoints" / name)
+    given = with_fixed(str(tmp_path)).fixed_roles["second"]
+    assert given.directory == tmp_path / "checkpoints" / "step-000010"
+    shutil.copytree(tiny_policy, tmp_path / "checkpoints" / "best")
+    given = with_fixed(str(tmp_path)).fixed_roles["second"]
+    assert given.directory == tmp_path / "checkpoints" / "best"
+    with pytest.raises(ConfigError, match="is not a policy"):
+        with_fixed(str(tmp_path / "nothing"))

@@ -157,6 +157,11 @@ def test_entropy_may_not_rise_where_no_reward_says_that_it_helps(overrides, tmp_
     assert "entropy has risen" in error.message
 
 
+def test_a_student_may_take_over_the_entropy_of_its_teacher(tmp_path):
+    distilling = guarded(tmp_path, "objective=distill", "teacher.model=anything")[0]
+    assert stops_at(distilling, EXPLORING) == (None, None)
+
+
 def test_high_entropy_stops_the_run_once_the_gain_is_half_lost(tmp_path):
     """From 0.42 to 0.9, and to 0.6: less than `guard.reward` allows, and too little to hesitate."""
     lost = [row(step, reward=0.6, std=0.4, entropy=2.5) for step in range(61, 81)]
