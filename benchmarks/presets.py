@@ -154,6 +154,11 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    for name in options.only.split(","):
+        if name not in PRESETS:
+            parser.error(f"no preset {name!r}; there are {', '.join(PRESETS)}")
+    if min(options.seeds, options.steps) < 1 or options.staleness < 0:
+        parser.error("--seeds and --steps are at least 1, and --staleness at least 0")
     results = []
     write_sums()
     for env in options.envs.split(","):
