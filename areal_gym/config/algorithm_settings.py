@@ -279,7 +279,7 @@ _COMPARE_SIBLINGS = frozenset(
 def compares_siblings(advantage: str, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a built-in estimator compares siblings, so a group of one has advantage 0."""
     if advantage == "per_turn":
-        advantage = kwargs.get("baseline", "grpo")
+        advantage = str(kwargs.get("baseline", "grpo"))  # a wrong value is refused later
     return advantage in _COMPARE_SIBLINGS
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from areal_gym.trainer.algorithms.advantages import (
     rloo,
 )
 from areal_gym.trainer.algorithms.token_advantages import (
+    BASELINES,
+    BaselineName,
     _discounted_sums,
     gae,
     per_turn,
@@ -239,9 +242,10 @@ def test_penalties_are_token_rewards_or_subtracted_from_advantages():
 
 
 def test_unknown_baseline_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match="no baseline 'rlooo'") as error:
+    with pytest.raises(ConfigError, match="baseline = 'rlooo': it is one of 'grpo'") as error:
         estimate(per_turn, two_turns(), baseline="rlooo")
     assert "rloo" in error.value.hints[0]
+    assert set(get_args(BaselineName)) == BASELINES.keys()
 
 
 # ---- what `estimate` refuses -----------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from areal_gym.config.argument_values import fitting_values
 from areal_gym.errors import ConfigError, NotFiniteError, TrainError, did_you_mean
 from areal_gym.trainer.algorithms.advantage_inputs import AdvantageInputs, TrajectoryInputs
 
@@ -111,7 +112,7 @@ def _call(
 ) -> Advantages:
     """Return what the estimator gives, per token or per trajectory, once both sides are checked."""
     name, keywords = _name(estimator), _keywords(estimator)
-    check_settings(estimator, settings)
+    settings = check_settings(estimator, settings)
     further = _INPUTS & keywords.keys()
     given = {key: value for key in further if (value := getattr(inputs, key)) is not None}
     require_finite(name, rewards_G=inputs.rewards_G, **given)
@@ -161,8 +162,12 @@ def require_finite(name: str, **inputs: Tensor | Mapping[str, Tensor] | None) ->
             )
 
 
-def check_settings(estimator: AdvantageEstimator, settings: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for a setting that the estimator does not have."""
+def check_settings(estimator: AdvantageEstimator, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with the types of the estimator's annotations.
+
+    Raises:
+        ConfigError: a setting that the estimator does not have, or a value that does not fit it.
+    """
     own = sorted(_keywords(estimator).keys() - _INPUTS)
     for key in settings:
         if key not in own:
@@ -171,6 +176,7 @@ def check_settings(estimator: AdvantageEstimator, settings: Mapping[str, Any]) -
                 f"the advantage estimator {_name(estimator)} takes no setting {key!r}",
                 hints=[near] if near else [f"it takes: {', '.join(own) or 'none'}"],
             )
+    return fitting_values(estimator, settings, key="trainer.advantage_kwargs")
 
 
 def needs_past_mean(estimator: AdvantageEstimator) -> bool:

@@ -32,6 +32,9 @@ BASELINES: dict[str, AdvantageEstimator] = {
 }
 """The baselines that `per_turn` accepts."""
 
+BaselineName = Literal["grpo", "dr_grpo", "rloo", "lite_ppo", "reinforce"]
+"""The names of `BASELINES`, for the check of settings."""
+
 
 def gae(
     rewards_G: Tensor,
@@ -137,7 +140,7 @@ def per_turn(
     rewards_T: Tensor,
     trajectory_ids_T: Tensor,
     turn_ids_T: Tensor,
-    baseline: AdvantageEstimator | str = "grpo",
+    baseline: AdvantageEstimator | BaselineName = "grpo",
     by: Literal["trajectory", "turn"] = "trajectory",
     discount: float = 1.0,
 ) -> Tensor:

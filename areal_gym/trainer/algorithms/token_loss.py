@@ -17,6 +17,7 @@ from torch import Tensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.config.algorithm_settings import CorrectionConfig
+from areal_gym.config.argument_values import fitting_values
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.trainer.algorithms.advantages import AdvantageEstimator, gives_token_advantages
 from areal_gym.trainer.algorithms.corrections import correct, interpolate_proximal
@@ -240,7 +241,8 @@ def loss_arguments(loss: PolicyLoss, config: TrainerConfig) -> dict[str, Any]:
     """Return the settings as keyword arguments of the loss, with the clips if it takes them.
 
     Raises:
-        ConfigError: `loss_kwargs` names an argument that the loss does not have.
+        ConfigError: `loss_kwargs` names an argument that the loss does not have, or gives one a
+            value that does not fit it.
     """
     parameters = inspect.signature(loss).parameters
     takes = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
@@ -254,4 +256,4 @@ def loss_arguments(loss: PolicyLoss, config: TrainerConfig) -> dict[str, Any]:
     # The loss's own default matters: 0.2 is a sensible clip for a token's ratio, not a sequence's.
     clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     given = {name: v for name, v in clips.items() if name in takes and v != "default"}
-    return {**given, **config.loss_kwargs}
+    return {**given, **fitting_values(loss, config.loss_kwargs, key="trainer.loss_kwargs")}
