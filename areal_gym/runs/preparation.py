@@ -27,6 +27,7 @@ from areal_gym.runs.reward_trial import try_rewards
 from areal_gym.runs.run_display import Display
 from areal_gym.runs.run_inputs import save_inputs
 from areal_gym.runs.task_counts import announce_tasks
+from areal_gym.runs.teacher import require_taught_envs
 from areal_gym.utils.blocking import run_to_end
 from areal_gym.utils.command_words import quoted
 from areal_gym.utils.statistics import cpu_s
@@ -120,6 +121,7 @@ def prepare_run(
     components = Components.of(config) if needs_env else None
     loggers = Loggers(make_loggers(config), display.say)
     _announce(config, directory, display)
+    require_taught_envs(config)
     if components is not None and not is_supervised:
         run_to_end(components.make_shared(display))
         config = announce_tasks(config, components, display.say)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.engines.checkpoint_config import vocab_size_of
-from areal_gym.errors import ConfigError
+from areal_gym.errors import ConfigError, EngineUnreachableError, choices
 from areal_gym.plugins import registry
 from areal_gym.runs.task_texts import filled_in
 from areal_gym.trainer.base import ReferenceTrainer
@@ -21,14 +21,40 @@ if TYPE_CHECKING:
     from areal_gym.chat.template import ToolSchemas
     from areal_gym.config.objective_settings import FurtherTeacherConfig
     from areal_gym.engines.base import Engine
+    from areal_gym.engines.servers.server_engine import ServerEngine
     from areal_gym.runs.preparation import PreparedRun
     from areal_gym.trainer.base import GroupTrainer, Teacher
     from areal_gym.trainer.objectives.distillation import Prompts
     from areal_gym.trainer.teacher_divergence import VocabularyTeacher
 
 
+_PLACEHOLDER = Path("TEACHER")
+"""The checkpoint in commands that start a teacher's server: only people know which it is."""
 Annotate = Callable[[Sequence[Group]], Awaitable[Sequence[Group]]]
 """Returns groups with the log-probabilities of a teacher."""
+
+
+def require_taught_envs(config: RunConfig) -> None:
+    """Raise ConfigError if a teacher's environment is not in the run, or one has no teacher."""
+    if config.objective != "distill":
+        return
+    mixed = config.env.kwargs["envs"] if config.env.id == "mix" else [{"id": config.env.id}]
+    names = [str(given.get("name", given["id"])) for given in mixed]
+    taught: set[str | None] = set()
+    teacher = config.teacher
+    keys = ("teacher.env", *(f"teacher.further[{i}].env" for i in range(len(teacher.further))))
+    for key, settings in zip(keys, (teacher, *teacher.further), strict=True):
+        if settings.env is not None and settings.env not in names:
+            raise ConfigError(
+                f"{key} = {settings.env!r} is no environment of this run",
+                hints=[*choices(settings.env, names), "without env, a teacher teaches all of them"],
+            )
+        taught.add(settings.env)
+    if None not in taught and (untaught := [name for name in names if name not in taught]):
+        raise ConfigError(
+            f"no teacher teaches the tasks of {', '.join(map(repr, untaught))}",
+            hints=["a teacher without env teaches all of them", "or add one: teacher.further"],
+        )
 
 
 @asynccontextmanager
@@ -64,7 +90,7 @@ async def open_teacher(
                 teacher = PolicyTeacher(_scoring(trainer, top_k))
             else:
                 teacher = await stack.enter_async_context(
-                    _open_one(config, settings, policy, top_k)
+                    _open_one(config, settings, policy, top_k, prepared.display.say)
                 )
             teachers.append((teacher, settings.weight, settings.env))
         is_alone = len(teachers) == 1 and config.teacher.env is None
@@ -78,8 +104,13 @@ async def open_teacher(
 
 @asynccontextmanager
 async def _open_one(
-    config: RunConfig, settings: FurtherTeacherConfig, policy: Path, top_k: int | None
+    config: RunConfig,
+    settings: FurtherTeacherConfig,
+    policy: Path,
+    top_k: int | None,
+    say: Callable[[str], None],
 ) -> AsyncIterator[Teacher]:
+    from areal_gym.engines.servers.server_engine import ServerEngine
     from areal_gym.models.backend import ModelLoader
     from areal_gym.models.device import pick_device
     from areal_gym.trainer.objectives.distillation import LocalTeacher, RemoteTeacher
@@ -88,9 +119,14 @@ async def _open_one(
         url, max_context = settings.url, config.engine.max_context
         # Servers that score a sequence need room for one token more.
         served = EngineConfig(id=settings.engine, url=url, max_context=max_context + 1)
-        engine = registry().load("engines", settings.engine).from_settings(policy, served)
+        engine_class = registry().load("engines", settings.engine)
+        is_server = isinstance(engine_class, type) and issubclass(engine_class, ServerEngine)
+        # The policy's own name in a command to start the teacher would make it its own teacher.
+        engine = engine_class.from_settings(_PLACEHOLDER if is_server else policy, served)
         try:
-            await engine.start()
+            await _start(engine, settings)
+            if is_server:
+                _require_same_size(engine, policy)
             if engine.max_context <= max_context:
                 raise ConfigError(
                     f"the teacher at {', '.join(url)} takes at most {engine.max_context - 1} "
@@ -101,7 +137,7 @@ async def _open_one(
                     ],
                 )
             await _require_scores(engine, settings.engine, top_k)
-            yield RemoteTeacher(engine)
+            yield RemoteTeacher(engine, patience_s=config.rollout.outage_patience_s, say=say)
         finally:
             await engine.aclose()
         return
@@ -119,6 +155,47 @@ async def _open_one(
         yield teacher
     finally:
         teacher.close()
+
+
+async def _start(engine: Engine, settings: FurtherTeacherConfig) -> None:
+    """Connect to the teacher's servers.
+
+    Raises:
+        ConfigError: a server is of another kind.
+        EngineUnreachableError: a server does not answer.
+    """
+    try:
+        await engine.start()
+    except EngineUnreachableError as error:
+        raise EngineUnreachableError(
+            f"the teacher does not answer (teacher.url = {', '.join(settings.url)}): "
+            f"{error.message}",
+            hints=[
+                *error.hints,
+                f"{_PLACEHOLDER} is the teacher's checkpoint, not the policy's",
+                "without a server, this process runs it: teacher.model=DIR instead of teacher.url",
+            ],
+        ) from error
+
+
+def _require_same_size(engine: ServerEngine, policy: Path) -> None:
+    """Raise ConfigError if a server's vocabulary is not the policy's, padding aside."""
+    from areal_gym.trainer.teacher_divergence import MOST_PADDING
+
+    size = vocab_size_of(policy)
+    for state in engine.servers:
+        facts = state.facts
+        if size is None or facts is None or facts.vocab_size is None:
+            continue
+        if not size <= facts.vocab_size <= size + MOST_PADDING:
+            raise ConfigError(
+                f"the teacher at {state.client.url} serves {facts.model_path}, whose vocabulary "
+                f"has {facts.vocab_size} tokens; that of the policy {policy} has {size}",
+                hints=[
+                    "distill from a model of the same family: its tokenizer must be the policy's",
+                    "if only the padding of its vocabulary is shorter: teacher.model=DIR",
+                ],
+            )
 
 
 def _top_k(config: RunConfig, policy: Path) -> int | None:

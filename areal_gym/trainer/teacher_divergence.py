@@ -23,6 +23,11 @@ _LEAST_REST = 1e-5
 """The least probability of all other tokens by which is divided: float32 log-probabilities
 determine it only to about 1e-6. A larger divisor makes the divergence smaller, so that it remains
 a lower bound."""
+MOST_PADDING = 1024
+"""The most tokens that a served teacher's vocabulary may have beyond the policy's: padding, of
+which none is ever likely."""
+_IMPOSSIBLE = -100.0
+"""The log-probability of a token that cannot be: an infinite one has no gradient."""
 
 
 def vocabulary_kl(
@@ -133,7 +138,13 @@ class TeacherDivergence:
             logits_TV = decoder.logits(hidden_TC)
             if self._teacher is None:
                 ids_TK, teacher_TK = of_teacher
-                logprobs_TK = logits_TV.float().log_softmax(-1).gather(-1, ids_TK)
+                last_id = logits_TV.shape[-1] - 1
+                known_TK = ids_TK.clamp_max(last_id)
+                logprobs_TK = logits_TV.float().log_softmax(-1).gather(-1, known_TK)
+                logprobs_TK, teacher_TK = (  # both leave the padding of the teacher to the rest
+                    part_TK.masked_fill(ids_TK > last_id, _IMPOSSIBLE)
+                    for part_TK in (logprobs_TK, teacher_TK)
+                )
                 return top_tokens_kl(logprobs_TK, teacher_TK, direction=self._direction)
             with torch.no_grad():
                 teacher_TV = self._teacher.logits(*of_teacher)
@@ -178,7 +189,7 @@ class TeacherDivergence:
                 hints=["they are recorded by runs with teacher.top_k and the same teacher"],
             )
         ids_TK = np.concatenate([ids for ids, _ in arrays])
-        if ids_TK.min() < 0 or ids_TK.max() >= decoder.shape.vocab_size:
+        if ids_TK.min() < 0 or ids_TK.max() >= decoder.shape.vocab_size + MOST_PADDING:
             raise TrainError(
                 f"the teacher's likeliest tokens have ids from {ids_TK.min()} to {ids_TK.max()}, "
                 f"and the policy's vocabulary has {decoder.shape.vocab_size} tokens",

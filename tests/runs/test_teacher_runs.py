@@ -10,7 +10,7 @@ import pytest
 from areal_gym.config import RunConfig, load_config
 from areal_gym.engines.sglang.fake import FakeSGLangServer
 from areal_gym.engines.vllm.fake_vllm import FakeVLLMServer
-from areal_gym.errors import ConfigError, EngineError
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
 from areal_gym.models.tiny.decoder import build_decoder
 from areal_gym.run_dir.run_dir import RunDir
@@ -169,6 +169,60 @@ def test_lost_teacher_ends_the_run_and_is_no_reward(tiny_policy, teacher, tmp_pa
     rows = RunDir(tmp_path / "run").read_metrics()
     assert all(row["train/kl_teacher"] > 0 for row in rows)
     assert len(rows) < 20
+
+
+def test_hints_about_a_teachers_server_do_not_name_the_policy(tiny_policy, tmp_path):
+    config = config_of(tiny_policy, "teacher.url=http://127.0.0.1:9")
+    with pytest.raises(EngineUnreachableError, match="the teacher does not answer") as caught:
+        train(config, run_dir=tmp_path / "run")
+    start, whose, _ = caught.value.hints
+    assert start.endswith("--model-path TEACHER --host 127.0.0.1 --port 9")
+    assert whose == "TEACHER is the teacher's checkpoint, not the policy's"
+    assert str(tiny_policy) not in f"{caught.value} {caught.value.hints}"
+
+
+def test_teachers_server_may_pad_the_vocabulary_but_not_have_another(tiny_policy, tmp_path):
+    top = ("teacher.divergence=forward", "teacher.top_k=100000")
+    near, far = (padded(tiny_policy, tmp_path / str(n), n, seed=9) for n in (16, 1025))
+    with served_in_thread(FakeSGLangServer, near) as server:
+        served = config_of(tiny_policy, *top, f"teacher.url={server.url}", steps=1)
+        found = kl_of(served, tmp_path / "near")
+    # The local teacher's distribution is over the common tokens; the server's leaves 6% to padding.
+    local = kl_of(
+        config_of(tiny_policy, *top[:1], f"teacher.model={near}", steps=1), tmp_path / "l"
+    )
+    assert found == pytest.approx(local, rel=0.3, abs=0.1)
+    refused = pytest.raises(
+        ConfigError, match=r"whose vocabulary has .* tokens; that of the policy"
+    )
+    with served_in_thread(FakeSGLangServer, far) as server, refused as caught:
+        kl_of(config_of(tiny_policy, *top, f"teacher.url={server.url}"), tmp_path / "far")
+    assert "must be the policy's" in caught.value.hints[0]
+
+
+MIX = "env.kwargs={envs: [{id: math}, {id: tir, name: tools}]}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "hint"),
+    [
+        (["teacher.env=mth"], "teacher.env = 'mth' is no env", "did you mean 'math'?"),
+        (["env.id=mix", MIX, "teacher.env=tool"], "teacher.env = 'tool'", "available: math, tools"),
+        (
+            ["env.id=mix", MIX, "teacher.further=[{model: X, env: mth}]"],
+            r"teacher.further\[0\].env = 'mth'",
+            "did you mean 'math'?",
+        ),
+        (["env.id=mix", MIX, "teacher.env=math"], "no teacher teaches the tasks of 'tools'", "all"),
+    ],
+)
+def test_environments_of_teachers_exist_and_have_one(
+    tiny_policy, teacher, tmp_path, overrides, message, hint
+):
+    config = config_of(tiny_policy, f"teacher.model={teacher}", *overrides)
+    with pytest.raises(ConfigError, match=message) as caught:
+        train(config, run_dir=tmp_path / "run")
+    assert any(hint in each for each in caught.value.hints)
 
 
 def test_teacher_with_a_shorter_context_is_refused(tiny_policy, teacher, tmp_path):

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from areal_gym.config import TrainerConfig
-from areal_gym.errors import ConfigError, EngineError, TrainError
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError, TrainError
 from areal_gym.trainer.algorithms.advantages import AdvantageInputs, estimate
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.algorithms.token_advantages import distill
+from areal_gym.trainer.objectives import distillation
 from areal_gym.trainer.objectives.distillation import LocalTeacher, RemoteTeacher, annotate
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import TokenSpan, Trajectory
@@ -99,6 +100,30 @@ def test_failing_teacher_server_is_retried_a_limited_number_of_times():
     assert server.num_calls == 3
     with pytest.raises(EngineError, match="having a rest"):
         taught([group], RemoteTeacher(Server(tiny_decoder(), num_failures=3)))
+
+
+class Gone(Server):
+    """What is gone for as many calls as it is told to."""
+
+    async def score(self, token_ids):
+        try:
+            return await super().score(token_ids)
+        except EngineError as error:
+            raise EngineUnreachableError(error.message, hints=["start the teacher"]) from None
+
+
+def test_lost_teacher_server_is_waited_for(monkeypatch):
+    monkeypatch.setattr(distillation, "_MAX_PAUSE_S", 0.01)
+    (group,) = batch(num_groups=1, group_size=1)
+    server, said = Gone(tiny_decoder(), num_failures=7), []
+    taught([group], RemoteTeacher(server, patience_s=60, say=said.append))
+    assert server.num_calls == 8
+    (line,) = said
+    assert line.startswith("the teacher's servers are lost, and the run waits for them (the server")
+    teacher = RemoteTeacher(Gone(tiny_decoder(), num_failures=10**9), patience_s=0.1)
+    with pytest.raises(EngineUnreachableError, match="did not come back: waited 0 s") as caught:
+        taught([group], teacher)
+    assert caught.value.hints == ("start the teacher",)
 
 
 def test_invalid_teacher_logprobs_are_refused():

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from areal_gym.engines.base import ScoringEngine, TopScoringEngine
-from areal_gym.errors import ConfigError, EngineError, TrainError
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError, TrainError
 from areal_gym.models.flat_batch import PackedBatch
 from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.base import ReferenceTrainer, Teacher, TopScoringTrainer, TopTeacher
@@ -34,6 +34,7 @@ from areal_gym.utils.packed_numbers import Floats
 
 _MAX_IN_FLIGHT = 64
 _MAX_TRIES = 3
+_MAX_PAUSE_S = 4.0
 _IMPOSSIBLE = -100.0
 """The log-probability of a listed token whose probability is 0: an infinite one has no gradient."""
 _T = TypeVar("_T")
@@ -103,11 +104,24 @@ class LocalTeacher:
 
 
 class RemoteTeacher:
-    """A teacher model on servers; a request that fails is repeated a few times."""
+    """A teacher model on servers; a request that fails is repeated a few times.
 
-    def __init__(self, engine: ScoringEngine) -> None:
+    While no server answers, requests wait for `patience_s`, of which `say` tells people.
+    """
+
+    def __init__(
+        self,
+        engine: ScoringEngine,
+        *,
+        patience_s: float = 0.0,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._engine = engine
         self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
+        self._patience_s = patience_s
+        self._say = say
+        self._lost_since_s: float | None = None
+        """The time since which no server answers; None while one does."""
 
     async def score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
         """Return the log-probabilities, at temperature 1, of the marked tokens of each row.
@@ -143,12 +157,18 @@ class RemoteTeacher:
     ) -> list[_T]:
         async def retried(row: TokenRow) -> _T:
             async with self._slots:
-                for tries in range(1, _MAX_TRIES):
+                num_failures = 0
+                while True:
                     try:
-                        return await score_row(row)
-                    except EngineError:
-                        await asyncio.sleep(0.25 * 2**tries)
-                return await score_row(row)
+                        scores = await score_row(row)
+                    except EngineError as error:
+                        num_failures += 1
+                        if not self._may_wait(error) and num_failures >= _MAX_TRIES:
+                            raise
+                        await asyncio.sleep(min(0.25 * 2**num_failures, _MAX_PAUSE_S))
+                    else:
+                        self._lost_since_s = None
+                        return scores
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -156,6 +176,30 @@ class RemoteTeacher:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
+
+    def _may_wait(self, error: EngineError) -> bool:
+        """Return whether the servers are gone and may come back.
+
+        Raises:
+            EngineUnreachableError: they have been gone for longer than `patience_s`.
+        """
+        if not error.is_outage or not self._patience_s:
+            return False
+        now_s = asyncio.get_running_loop().time()
+        if self._lost_since_s is None:
+            self._lost_since_s = now_s
+            self._say(
+                f"the teacher's servers are lost, and the run waits for them ({error.message}); "
+                f"at most {self._patience_s:g} s (rollout.outage_patience_s)"
+            )
+        waited_s = now_s - self._lost_since_s
+        if waited_s < self._patience_s:
+            return True
+        raise EngineUnreachableError(
+            f"the teacher's servers did not come back: waited {waited_s:.0f} s for them "
+            f"(rollout.outage_patience_s = {self._patience_s:g}); {error.message}",
+            hints=error.hints,
+        ) from error
 
 
 class PolicyTeacher:
