@@ -69,7 +69,9 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     section = tree
     *parents, leaf = key.split(".")
     for parent in parents:
-        section = section.setdefault(parent, {})
+        if section.get(parent) is None:  # the recorded value of a section that is not set
+            section[parent] = {}
+        section = section[parent]
         if not isinstance(section, dict):
             raise ConfigError(f"{key}={value}: {parent!r} holds a value, not settings")
     section[leaf] = value

@@ -203,6 +203,22 @@ def test_number_of_settings_is_limited():
     assert len(field_names()) <= 159
 
 
+def test_overrides_go_below_recorded_nulls(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(load_config(overrides=["env.id=nim"]).model_dump(mode="json")))
+    assert load_config(file).eval.fixed_roles is None
+    assert load_config(file).trainer.lora is None
+    lora = ["trainer.lora.rank=4", "trainer.optimizer=adamw"]
+    config = load_config(file, ["eval.fixed_roles.second=gold", *lora])
+    assert config.eval.fixed_roles == {"second": "gold"}
+    assert config.trainer.lora.rank == 4
+    recorded = yaml.safe_load(file.read_text())
+    config = load_config(overrides=["eval.fixed_roles.first=noop"], base=recorded)
+    assert config.eval.fixed_roles == {"first": "noop"}
+    with pytest.raises(ConfigError, match=r"data\.file"):
+        load_config(file, ["data.file.name=rows.jsonl"])
+
+
 def test_every_setting_has_an_override():
     config = RunConfig()
     for key in field_names():
