@@ -47,7 +47,10 @@ def list_command(kind: str | None, as_json: bool, root: Path) -> None:
     elif kind is None or kind in KINDS:
         _list_plugins(kind, as_json)
     else:
-        raise UsageError(f"unknown kind of plugin {kind!r}", hints=choices(kind, CHOICES))
+        hints = choices(kind, CHOICES)
+        if kind in ("preset", "presets"):
+            hints.insert(0, "the presets of trainer.algorithm: areal-gym list algorithms")
+        raise UsageError(f"unknown kind of plugin {kind!r}", hints=hints)
 
 
 def _list_plugins(only: Kind | None, as_json: bool) -> None:

@@ -121,6 +121,7 @@ def train_command(
     require_named_model(config, flags, overrides, recipe)
     if dry_run:
         require_plain_sampling(config)
+        _check_fixed_roles(config)
         for line in [*_describe(config), *(_describe_own_tasks(config) if own else ())]:
             print_data(f"# {line}")
         print_data(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
@@ -177,6 +178,15 @@ def _describe(config: RunConfig) -> list[str]:
         for entry in entries_used(config)
     ]
     return lines
+
+
+def _check_fixed_roles(config: RunConfig) -> None:
+    """Make the environment and the policies of fixed roles, as a run does, if there are any."""
+    from areal_gym.runs.components import Components
+
+    has_fixed_roles = bool(config.env.fixed_roles or config.eval.fixed_roles)
+    if has_fixed_roles and config.objective not in SUPERVISED:
+        Components.of(config)
 
 
 def _describe_own_tasks(config: RunConfig) -> list[str]:

@@ -558,6 +558,28 @@ def test_dry_run_refuses_what_a_run_refuses(cli):
     assert cli(*supervised)[0] == 0  # only evaluations sample
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["env.fixed_roles.secnd=gold"], "did you mean 'second'?"),
+        (["env.fixed_roles.second=gld"], "env.fixed_roles.second = 'gld' is not a policy"),
+        (["env.fixed_roles={first: gold, second: gold}"], "none is left for the policy"),
+        (["eval.fixed_roles.third=gold"], "eval.fixed_roles: nim has no role 'third'"),
+    ],
+)
+def test_dry_run_refuses_wrong_fixed_roles(cli, overrides, words):
+    code, out, err = cli("train", "--env", "nim", *overrides, "--dry-run")
+    assert (code, out) == (2, "")
+    assert words in err
+    assert cli("train", "--env", "nim", "env.fixed_roles.second=gold", "--dry-run")[0] == 0
+
+
+def test_list_points_from_presets_to_algorithms(cli):
+    code, _, err = cli("list", "presets")
+    assert code == 2
+    assert "areal-gym list algorithms" in err
+
+
 def test_dry_run_without_an_environment_shows_all_settings(cli):
     code, out, _ = cli("train", "--dry-run")
     assert code == 0
