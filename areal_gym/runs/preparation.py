@@ -27,7 +27,7 @@ from areal_gym.runs.reward_trial import try_rewards
 from areal_gym.runs.run_display import Display
 from areal_gym.runs.run_inputs import save_inputs
 from areal_gym.runs.task_counts import announce_tasks
-from areal_gym.runs.teacher import require_taught_envs
+from areal_gym.runs.taught_envs import require_taught_envs
 from areal_gym.utils.blocking import run_to_end
 from areal_gym.utils.command_words import quoted
 from areal_gym.utils.statistics import cpu_s

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.engines.checkpoint_config import vocab_size_of
-from areal_gym.errors import ConfigError, EngineUnreachableError, choices
+from areal_gym.errors import ConfigError, EngineUnreachableError
 from areal_gym.plugins import registry
 from areal_gym.runs.task_texts import filled_in
 from areal_gym.trainer.base import ReferenceTrainer
@@ -32,29 +32,6 @@ _PLACEHOLDER = Path("TEACHER")
 """The checkpoint in commands that start a teacher's server: only people know which it is."""
 Annotate = Callable[[Sequence[Group]], Awaitable[Sequence[Group]]]
 """Returns groups with the log-probabilities of a teacher."""
-
-
-def require_taught_envs(config: RunConfig) -> None:
-    """Raise ConfigError if a teacher's environment is not in the run, or one has no teacher."""
-    if config.objective != "distill":
-        return
-    mixed = config.env.kwargs["envs"] if config.env.id == "mix" else [{"id": config.env.id}]
-    names = [str(given.get("name", given["id"])) for given in mixed]
-    taught: set[str | None] = set()
-    teacher = config.teacher
-    keys = ("teacher.env", *(f"teacher.further[{i}].env" for i in range(len(teacher.further))))
-    for key, settings in zip(keys, (teacher, *teacher.further), strict=True):
-        if settings.env is not None and settings.env not in names:
-            raise ConfigError(
-                f"{key} = {settings.env!r} is no environment of this run",
-                hints=[*choices(settings.env, names), "without env, a teacher teaches all of them"],
-            )
-        taught.add(settings.env)
-    if None not in taught and (untaught := [name for name in names if name not in taught]):
-        raise ConfigError(
-            f"no teacher teaches the tasks of {', '.join(map(repr, untaught))}",
-            hints=["a teacher without env teaches all of them", "or add one: teacher.further"],
-        )
 
 
 @asynccontextmanager
@@ -113,7 +90,8 @@ async def _open_one(
     from areal_gym.engines.servers.server_engine import ServerEngine
     from areal_gym.models.backend import ModelLoader
     from areal_gym.models.device import pick_device
-    from areal_gym.trainer.objectives.distillation import LocalTeacher, RemoteTeacher
+    from areal_gym.trainer.objectives.distillation import LocalTeacher
+    from areal_gym.trainer.objectives.remote_teacher import RemoteTeacher
 
     if settings.model is None:
         url, max_context = settings.url, config.engine.max_context

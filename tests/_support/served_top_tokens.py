@@ -8,7 +8,8 @@ from areal_gym.config import TrainerConfig
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.trainer.algorithms.advantages import reinforce
 from areal_gym.trainer.algorithms.losses import ppo_clip
-from areal_gym.trainer.objectives.distillation import RemoteTeacher, annotate
+from areal_gym.trainer.objectives.distillation import annotate
+from areal_gym.trainer.objectives.remote_teacher import RemoteTeacher
 from areal_gym.trainer.teacher_divergence import VocabularyTeacher
 from areal_gym.trainer.trainer import Trainer
 from tests._support.tiny_training import batch

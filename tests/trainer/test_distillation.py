@@ -13,8 +13,9 @@ from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError, T
 from areal_gym.trainer.algorithms.advantages import AdvantageInputs, estimate
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.algorithms.token_advantages import distill
-from areal_gym.trainer.objectives import distillation
-from areal_gym.trainer.objectives.distillation import LocalTeacher, RemoteTeacher, annotate
+from areal_gym.trainer.objectives import remote_teacher
+from areal_gym.trainer.objectives.distillation import LocalTeacher, annotate
+from areal_gym.trainer.objectives.remote_teacher import RemoteTeacher
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import TokenSpan, Trajectory
 from tests._support.plain_attention import causal_attend
@@ -113,7 +114,7 @@ class Gone(Server):
 
 
 def test_lost_teacher_server_is_waited_for(monkeypatch):
-    monkeypatch.setattr(distillation, "_MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr(remote_teacher, "_MAX_PAUSE_S", 0.01)
     (group,) = batch(num_groups=1, group_size=1)
     server, said = Gone(tiny_decoder(), num_failures=7), []
     taught([group], RemoteTeacher(server, patience_s=60, say=said.append))
