@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 import areal_gym
+from areal_gym import Response, Task, TextEnv
 from areal_gym.config import load_config
 from areal_gym.envs.checker import check_env
 from areal_gym.envs.checker.env_under_test import RuleViolation, subject_of
 from areal_gym.envs.checker.given_servers import check_mcp_servers
+from areal_gym.envs.mcp_tools.env_with_servers import EnvWithServers
 from areal_gym.envs.server.env_sessions import Sessions
 from areal_gym.errors import ConfigError, EnvError, EnvUnreachableError, UsageError
 from areal_gym.images import image_store, use_image_store
@@ -137,6 +139,32 @@ def test_calls_of_both_sides_are_answered_in_order():
     assert [message["content"].strip() for message in step.info["messages"]] == ["2", "42", "1"]
     assert step.info["metrics"]["tool_calls"] == 3
     env.close()
+
+
+class Named(TextEnv):
+    """Names the state of each message."""
+
+    def sample_task(self, rng, options):
+        return Task(id="named", data={})
+
+    def first_messages(self, task):
+        return [{"role": "user", "content": "Go on."}]
+
+    async def respond(self, message):
+        return Response(messages=self.first_messages(self.task), state_key=f"at {self.num_turns}")
+
+
+def test_states_of_the_environment_keep_their_names():
+    env = EnvWithServers(Named(), [server()])
+    env.reset(seed=0)
+    assert "state_key" not in env.step(calling(("add", {"a": 1, "b": 1}))).info
+    assert env.step("on").info["state_key"].startswith("at ")
+    env.close()
+
+
+def test_roles_are_refused_beside_servers():
+    with pytest.raises(UsageError, match="roles first, second"):
+        areal_gym.make("nim", mcp_servers=[server()])
 
 
 def test_rewards_of_own_prompts_see_what_servers_answered():

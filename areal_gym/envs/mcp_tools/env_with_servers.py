@@ -32,6 +32,9 @@ class EnvWithServers(TextEnv):
         mcp_servers: settings of the servers (docs/mcp.md).
         mcp_turns: the messages of an episode that may call tools of servers, beyond the other
             environment's own limit of turns.
+
+    Raises:
+        UsageError: no turn is left for tools, or several roles play the other environment.
     """
 
     suspends = True
@@ -39,6 +42,12 @@ class EnvWithServers(TextEnv):
     def __init__(self, playing: TextEnv, mcp_servers: Any, mcp_turns: int = _TURNS) -> None:
         if mcp_turns < 1:
             raise UsageError(f"mcp_turns is {mcp_turns}; at least 1 is needed")
+        if playing.roles:
+            raise UsageError(
+                f"mcp_servers are for one policy, and {type(playing).__name__} is played by the "
+                f"roles {', '.join(playing.roles)}",
+                hints=["offer the tools in the environment itself: TextEnv.tools"],
+            )
         super().__init__(render_mode=playing.render_mode)
         self.playing = playing
         self.servers = ServerTools(parse_servers(mcp_servers))
@@ -141,6 +150,7 @@ class EnvWithServers(TextEnv):
             is_terminated=step.terminated,
             is_truncated=step.truncated and by == "env",
             metrics=step.info.get("metrics", {}),
+            state_key=step.info.get("state_key"),
         )
 
     async def conclude(self) -> Response | None:
