@@ -57,9 +57,7 @@ async def measure(
         num_tasks: the number of tasks; a split with fewer tasks is played completely.
         num_samples: episodes per task; pass@k and pass^k are estimated for powers of two up to it.
         max_in_flight: the most episodes at once.
-        max_retries: how often a failed episode is tried again.
-        max_failure_rate: the evaluation stops if a larger share of episodes fails.
-        outage_patience_s: the evaluation stops if servers or sandboxes are gone for longer.
+        max_retries, max_failure_rate, outage_patience_s: as in `RolloutConfig`.
         success_reward: an episode with at least this reward counts as a success.
         seed: seeds sampling and the environments.
         env_id: the environment's id, for the report; by default the name of its class.
@@ -67,26 +65,25 @@ async def measure(
         on_trajectory: called with every attempt that ends, failures included.
         on_begin: called with the number of episodes, before the first one.
         on_sample: called with a task's index, the sample's number and its last attempt.
-        on_outage: called with (seconds, patience in seconds) while servers or sandboxes are gone.
+        on_outage: called with (seconds, patience) while servers or sandboxes are gone.
         kept: episodes from before, by (task index, sample number), which are not played again.
 
     Raises:
-        DataError: the split's task at some index is not the one that the episode in `kept` played.
+        DataError: the split's task at some index is not the one that `kept` has an episode of.
         NothingToDoError, UsageError: the split is empty, or the environment does not have it.
         FailureBudgetError: too many episodes failed for the numbers to mean anything.
     """
     start_s = time.perf_counter()
     envs = EnvPool(env_factory)
     tasks = await first_tasks(envs, split, num_tasks, max_in_flight)
-    budget = FailureBudget(max_failure_rate)
     outage = Outage(outage_patience_s, clock=loop_time, on_lost=on_outage)
-    failures = FailurePolicy(budget, outage, max_retries=max_retries, waits=False)
+    budget = FailureBudget(max_failure_rate)
     requests = _requests(seed, tasks, num_samples)
     (on_begin or _ignore)(len(requests))
     trajectories = await play_all(
         *(requests, LocalEpisodeRunner(envs, play)),
         max_in_flight=max_in_flight,
-        failures=failures,
+        failures=FailurePolicy(budget, outage, max_retries=max_retries, waits=False),
         on_progress=on_progress,
         on_trajectory=on_trajectory,
         on_done=_by_place(on_sample or _ignore, num_samples),
