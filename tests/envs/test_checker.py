@@ -155,7 +155,8 @@ class Secretive(Good):
 
     async def respond(self, message):
         response = await super().respond(message)
-        return Response(reward=response.reward, is_terminated=True, reward_parts={"x": 1 + 2j})
+        told = {"role": "user", "content": "Thanks.", "seen": 1 + 2j}
+        return Response(messages=[told], reward=response.reward, is_terminated=True)
 
 
 @tool
