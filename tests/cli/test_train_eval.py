@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from areal_gym.cli.app import run as run_command
 from areal_gym.cli.command_reference import JSON_KEYS
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,19 @@ def areal_gym(tmp_path):
     return call
 
 
-def test_train_then_eval_then_resume(areal_gym, tiny_policy, tmp_path):
+@pytest.fixture
+def here(capsys, monkeypatch, tmp_path):
+    """Run the program in this process, which has imported torch already."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv):
+        code = run_command(argv)
+        return subprocess.CompletedProcess(argv, code, *capsys.readouterr())
+
+    return call
+
+
+def test_train_then_eval_then_resume(areal_gym, here, tiny_policy, tmp_path):
     train = ("train", "--env", "countdown", "--steps", "1", "--out", "run", *SMALL)
     done = areal_gym(*train, f"engine.model={tiny_policy}")
     assert done.returncode == 0, done.stderr
@@ -43,7 +56,7 @@ def test_train_then_eval_then_resume(areal_gym, tiny_policy, tmp_path):
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((run / "summary.json").read_text())["num_steps"] == 1
 
-    again = areal_gym(*train, f"engine.model={tiny_policy}")
+    again = here(*train, f"engine.model={tiny_policy}")
     assert again.returncode == 2
     assert "run already holds a run of 1 steps" in again.stderr
 
@@ -55,10 +68,10 @@ def test_train_then_eval_then_resume(areal_gym, tiny_policy, tmp_path):
     assert "evaluate (sampled): 8/8 reward 0." in found.stderr
     assert found.stderr.splitlines()[-1] == "view the episodes: areal-gym view run"
     assert list((run / "trajectories").glob("eval*.jsonl"))
-    missed = areal_gym("eval", "--run", "run", "--fail-under", "pass@1=1.1")
+    missed = here("eval", "--run", "run", "--fail-under", "pass@1=1.1")
     assert missed.returncode == 1
     assert "below 1.1" in missed.stderr
-    assert areal_gym("eval", "--run", "run", "--fail-under", "pas@1=0").returncode == 2
+    assert here("eval", "--run", "run", "--fail-under", "pas@1=0").returncode == 2
 
     resumed = areal_gym("train", "--resume", "--out", "run", "--steps", "2")
     assert resumed.returncode == 0, resumed.stderr
