@@ -57,7 +57,7 @@ def role_groups(group: Group) -> list[list[tuple[int, Trajectory]]]:
         roles = roles_of(trajectory)
         for role in roles:
             parts.setdefault(role, []).append((place, part_of(trajectory, role)))
-        if not roles and not _is_others(trajectory):
+        if not roles and not _is_played_by_fixed_roles(trajectory):
             parts.setdefault(None, []).append((place, trajectory))
     return [members for members in parts.values() if len(members) > 1 or len(group) == 1]
 
@@ -67,7 +67,8 @@ def has_policy_tokens(group: Group) -> bool:
     return any(part.num_policy_tokens for members in role_groups(group) for _, part in members)
 
 
-def _is_others(trajectory: Trajectory) -> bool:
+def _is_played_by_fixed_roles(trajectory: Trajectory) -> bool:
+    """Return whether every turn is a fixed role's, so that the policy never spoke."""
     return bool(trajectory.turns) and all(turn.is_fixed for turn in trajectory.turns)
 
 

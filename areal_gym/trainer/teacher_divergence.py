@@ -26,7 +26,7 @@ a lower bound."""
 MOST_PADDING = 1024
 """The most tokens that a served teacher's vocabulary may have beyond the policy's: padding, of
 which none is ever likely."""
-_IMPOSSIBLE = -100.0
+IMPOSSIBLE = -100.0
 """The log-probability of a token that cannot be: an infinite one has no gradient."""
 
 
@@ -142,7 +142,7 @@ class TeacherDivergence:
                 known_TK = ids_TK.clamp_max(last_id)
                 logprobs_TK = logits_TV.float().log_softmax(-1).gather(-1, known_TK)
                 logprobs_TK, teacher_TK = (  # both leave the padding of the teacher to the rest
-                    part_TK.masked_fill(ids_TK > last_id, _IMPOSSIBLE)
+                    part_TK.masked_fill(ids_TK > last_id, IMPOSSIBLE)
                     for part_TK in (logprobs_TK, teacher_TK)
                 )
                 return top_tokens_kl(logprobs_TK, teacher_TK, direction=self._direction)

@@ -12,7 +12,7 @@ import click
 import pytest
 import yaml
 
-from areal_gym.cli.app import COMMANDS, run
+from areal_gym.cli.app import COMMANDS
 from areal_gym.cli.output import render_error
 from areal_gym.errors import (
     DuplicateIdError,
@@ -27,19 +27,6 @@ from areal_gym.version import __version__
 from tests._support.paths import ROOT
 
 HEAVY = {"torch", "transformers", "datasets", "gymnasium", "pydantic", "numpy", "rich", "sympy"}
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch, tmp_path):
-    """Run the program in an empty directory: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*argv):
-        code = run(argv)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 def process(*argv, stdin="", python=(), **env):

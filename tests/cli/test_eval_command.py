@@ -10,25 +10,10 @@ import time
 
 import pytest
 
-from areal_gym.cli.app import run
 from areal_gym.run_dir.evaluations import Evaluation
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.measuring import Watch
 from tests._support.evaluation_dirs import write_evaluation
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch, tmp_path):
-    """Run the program in an empty directory: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*argv):
-        code = run(argv)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
 
 SMALL = ("engine.max_context=256", "rollout.max_new_tokens=4", "-n", "3")
 PLACES = [(index, attempt) for index in range(4) for attempt in range(2)]

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from areal_gym.cli.app import run as run_command
 from areal_gym.cli.command_reference import JSON_KEYS
 
 pytestmark = pytest.mark.slow
@@ -34,19 +33,7 @@ def areal_gym(tmp_path):
     return call
 
 
-@pytest.fixture
-def here(capsys, monkeypatch, tmp_path):
-    """Run the program in this process, which has imported torch already."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*argv):
-        code = run_command(argv)
-        return subprocess.CompletedProcess(argv, code, *capsys.readouterr())
-
-    return call
-
-
-def test_train_then_eval_then_resume(areal_gym, here, tiny_policy, tmp_path):
+def test_train_then_eval_then_resume(areal_gym, cli, tiny_policy, tmp_path):
     train = ("train", "--env", "countdown", "--steps", "1", "--out", "run", *SMALL)
     done = areal_gym(*train, f"engine.model={tiny_policy}")
     assert done.returncode == 0, done.stderr
@@ -56,9 +43,9 @@ def test_train_then_eval_then_resume(areal_gym, here, tiny_policy, tmp_path):
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((run / "summary.json").read_text())["num_steps"] == 1
 
-    again = here(*train, f"engine.model={tiny_policy}")
-    assert again.returncode == 2
-    assert "run already holds a run of 1 steps" in again.stderr
+    code, _, err = cli(*train, f"engine.model={tiny_policy}")
+    assert code == 2
+    assert "run already holds a run of 1 steps" in err
 
     found = areal_gym("eval", "--run", "run", "-k", "2", "--json")
     assert found.returncode == 0, found.stderr
@@ -68,10 +55,10 @@ def test_train_then_eval_then_resume(areal_gym, here, tiny_policy, tmp_path):
     assert "evaluate (sampled): 8/8 reward 0." in found.stderr
     assert found.stderr.splitlines()[-1] == "view the episodes: areal-gym view run"
     assert list((run / "trajectories").glob("eval*.jsonl"))
-    missed = here("eval", "--run", "run", "--fail-under", "pass@1=1.1")
-    assert missed.returncode == 1
-    assert "below 1.1" in missed.stderr
-    assert here("eval", "--run", "run", "--fail-under", "pas@1=0").returncode == 2
+    code, _, err = cli("eval", "--run", "run", "--fail-under", "pass@1=1.1")
+    assert code == 1
+    assert "below 1.1" in err
+    assert cli("eval", "--run", "run", "--fail-under", "pas@1=0")[0] == 2
 
     resumed = areal_gym("train", "--resume", "--out", "run", "--steps", "2")
     assert resumed.returncode == 0, resumed.stderr

@@ -59,12 +59,12 @@ def test_values_that_do_not_fit_are_refused_by_name(make, id, settings, message,
 
 
 def test_numbers_that_are_written_as_texts_are_numbers():
-    found = advantage("gae", discount="0.5", lam=1, is_normalised="yes", unit="turn")
-    assert found == {"discount": 0.5, "lam": 1.0, "is_normalised": True, "unit": "turn"}
+    settings = advantage("gae", discount="0.5", lam=1, is_normalised="yes", unit="turn")
+    assert settings == {"discount": 0.5, "lam": 1.0, "is_normalised": True, "unit": "turn"}
     assert advantage("gdpo", weights={"format": "2e-1"}) == {"weights": {"format": 0.2}}
     assert advantage("gdpo", weights=None) == {"weights": None}
-    found = loss("ppo_clip", dual_clip="3", clip_high=None)
-    assert (found["dual_clip"], found["clip_high"]) == (3.0, None)
+    arguments = loss("ppo_clip", dual_clip="3", clip_high=None)
+    assert (arguments["dual_clip"], arguments["clip_high"]) == (3.0, None)
     assert loss("dppo_tv", truncation=float("inf"))["truncation"] == float("inf")
 
 

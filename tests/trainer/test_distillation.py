@@ -103,8 +103,8 @@ def test_failing_teacher_server_is_retried_a_limited_number_of_times():
         taught([group], RemoteTeacher(Server(tiny_decoder(), num_failures=3)))
 
 
-class Gone(Server):
-    """What is gone for as many calls as it is told to."""
+class UnansweringServer(Server):
+    """A teacher whose server does not answer its first `num_failures` calls."""
 
     async def score(self, token_ids):
         try:
@@ -116,12 +116,12 @@ class Gone(Server):
 def test_lost_teacher_server_is_waited_for(monkeypatch):
     monkeypatch.setattr(remote_teacher, "_MAX_PAUSE_S", 0.01)
     (group,) = batch(num_groups=1, group_size=1)
-    server, said = Gone(tiny_decoder(), num_failures=7), []
+    server, said = UnansweringServer(tiny_decoder(), num_failures=7), []
     taught([group], RemoteTeacher(server, patience_s=60, say=said.append))
     assert server.num_calls == 8
     (line,) = said
     assert line.startswith("the teacher's servers are lost, and the run waits for them (the server")
-    teacher = RemoteTeacher(Gone(tiny_decoder(), num_failures=10**9), patience_s=0.1)
+    teacher = RemoteTeacher(UnansweringServer(tiny_decoder(), num_failures=10**9), patience_s=0.1)
     with pytest.raises(EngineUnreachableError, match="did not come back: waited 0 s") as caught:
         taught([group], teacher)
     assert caught.value.hints == ("start the teacher",)

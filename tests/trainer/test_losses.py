@@ -246,6 +246,6 @@ def test_gmpo_weighs_a_sequence_by_the_geometric_mean(weights, expected):
 
 
 def test_gmpo_with_a_masked_token_is_nearly_left_out():
-    """As in verl: ln(1e-10) is the weight 0 in the geometric mean."""
+    """The geometric mean takes 1e-10 for a weight of 0, as verl does."""
     loss, _ = corrected("gmpo", [2.0, 20.0], [0.0, 0.0], correction=MASKED)
     assert loss == pytest.approx([-math.sqrt(2e-10)] * 2)

@@ -421,6 +421,7 @@ def steps(groups, **settings) -> tuple[torch.Tensor, dict[str, float]]:
         algorithm="clip_cov",
         lr=1e-3,
         loss_kwargs={"cov_fraction": 0.05, "cov_low": 0.0},
+        **{"clip_low": 0.2, "clip_high": 0.2},
         **settings,
     )
     trainer = Trainer(
@@ -443,6 +444,5 @@ def test_picks_are_those_of_the_whole_update_however_it_is_cut(minibatches, prox
     whole, metrics = steps(groups, **settings)
     parts, cut_metrics = steps(groups, tokens_per_microbatch=64, **settings)
     assert cut_metrics["train/micro_batches"] > metrics["train/micro_batches"]
-    assert metrics["train/picked_fraction"] > 0
-    assert cut_metrics["train/picked_fraction"] == pytest.approx(metrics["train/picked_fraction"])
+    assert metrics["train/picked_fraction"] == cut_metrics["train/picked_fraction"] > 0
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-7)

@@ -376,8 +376,8 @@ def test_divergence_is_over_the_tokens_that_both_have(
             top_k=top_k,
         ),
     )
-    found = trainer.step(groups, version=0)["train/kl_teacher"]
-    assert found == pytest.approx(sum(expected) / len(expected), rel=1e-3)
+    kl_teacher = trainer.step(groups, version=0)["train/kl_teacher"]
+    assert kl_teacher == pytest.approx(sum(expected) / len(expected), rel=1e-3)
 
 
 @pytest.mark.parametrize(("own_size", "teachers_size"), SIZES)

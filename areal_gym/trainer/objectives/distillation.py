@@ -26,12 +26,11 @@ from areal_gym.trainer.batch.examples import TokenRow, placed_micro_batches
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.batch.sequences import make_sequences
 from areal_gym.trainer.chunked_logprobs import score_tokens, top_tokens
+from areal_gym.trainer.teacher_divergence import IMPOSSIBLE
 from areal_gym.trainer.update import TrainerThread
 from areal_gym.types import Group, TokenSpan, TopTokens, Trajectory
 from areal_gym.utils.packed_numbers import Floats
 
-_IMPOSSIBLE = -100.0
-"""The log-probability of a listed token whose probability is 0: an infinite one has no gradient."""
 _T = TypeVar("_T")
 
 
@@ -295,7 +294,7 @@ def _checked(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _checked_top(top: TopTokens) -> TopTokens:
     """Require log-probabilities of one distribution; tokens that cannot be get a finite one."""
     ids_TK, logprobs_TK = top.arrays()
-    logprobs_TK = _checked(np.where(np.isneginf(logprobs_TK), _IMPOSSIBLE, logprobs_TK))
+    logprobs_TK = _checked(np.where(np.isneginf(logprobs_TK), IMPOSSIBLE, logprobs_TK))
     if (np.exp(logprobs_TK.astype("f8")).sum(axis=1) > 1 + 1e-2).any():
         raise TrainError(
             "the probabilities of a teacher's likeliest tokens add up to more than 1",
