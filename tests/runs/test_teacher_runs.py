@@ -68,15 +68,15 @@ def test_teacher_may_pad_the_vocabulary_to_another_size(tiny_policy, tmp_path, i
         "ranks": [forward] if is_larger else [forward, "trainer.num_ranks=2"],
         "recorded": ["teacher.divergence=reverse", "teacher.top_k=100000", hint],
     }
-    found = {
+    first_kl = {
         kind: kl_of(
             config_of(policy, f"teacher.model={teacher}", *settings, steps=1), tmp_path / kind
         )[0]
         for kind, settings in kinds.items()
     }
-    assert math.isfinite(found.pop("sampled"))
-    assert all(kl > 0 for kl in found.values())
-    assert found["ranks"] == pytest.approx(found["forward"], rel=1e-3)
+    assert math.isfinite(first_kl.pop("sampled"))
+    assert all(kl > 0 for kl in first_kl.values())
+    assert first_kl["ranks"] == pytest.approx(first_kl["forward"], rel=1e-3)
 
 
 def test_policy_with_a_hint_teaches_itself_and_the_run_is_replayed(tiny_policy, tmp_path):
@@ -186,12 +186,12 @@ def test_teachers_server_may_pad_the_vocabulary_but_not_have_another(tiny_policy
     near, far = (padded(tiny_policy, tmp_path / str(n), n, seed=9) for n in (16, 1025))
     with served_in_thread(FakeSGLangServer, near) as server:
         served = config_of(tiny_policy, *top, f"teacher.url={server.url}", steps=1)
-        found = kl_of(served, tmp_path / "near")
+        served_kl = kl_of(served, tmp_path / "near")
     # The local teacher's distribution is over the common tokens; the server's leaves 6% to padding.
     local = kl_of(
         config_of(tiny_policy, *top[:1], f"teacher.model={near}", steps=1), tmp_path / "l"
     )
-    assert found == pytest.approx(local, rel=0.3, abs=0.1)
+    assert served_kl == pytest.approx(local, rel=0.3, abs=0.1)
     refused = pytest.raises(
         ConfigError, match=r"whose vocabulary has .* tokens; that of the policy"
     )
