@@ -4,27 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_gym.config import EngineConfig, RunConfig
+from areal_gym.config.objective_settings import SUPERVISED, ignores_teacher
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
+
+if TYPE_CHECKING:
+    from areal_gym.trainer.algorithms.advantages import AdvantageEstimator
+    from areal_gym.trainer.algorithms.losses import PolicyLoss
 
 
 def require_startable(config: RunConfig) -> None:
     """Check for mistakes that would show only after a warm start of minutes, or never.
 
     Raises:
-        ConfigError: an engine without servers has a server's URL, or a device does not exist.
+        ConfigError: an engine without servers has a server's URL, a device does not exist, or the
+            advantage estimator and the loss do not fit their settings.
     """
     require_server_engine(config.engine)
+    if config.objective not in SUPERVISED and find_spec("torch") is not None:
+        load_algorithm(config)
     # On a cluster, the ranks have their devices elsewhere.
     if config.cluster.address is None and find_spec("torch") is not None:
         from areal_gym.models.device import pick_device
 
         pick_device(config.trainer.device, "trainer.device")
         pick_device(config.engine.device, "engine.device")
+
+
+def load_algorithm(config: RunConfig) -> tuple[AdvantageEstimator, PolicyLoss]:
+    """Load the advantage estimator and the policy loss of the settings, and try them out.
+
+    Raises:
+        ConfigError: they do not take their settings, do not go together, or would ignore a teacher.
+    """
+    from areal_gym.trainer.algorithms.advantages import check_settings, takes_teacher
+    from areal_gym.trainer.algorithms.token_loss import check_credit, try_loss
+
+    plugins, settings = registry(), config.trainer
+    advantage = plugins.load("advantages", settings.advantage)
+    is_sampled = config.objective == "distill" and config.teacher.divergence == "sampled"
+    if is_sampled and not takes_teacher(advantage):
+        raise ConfigError(ignores_teacher(settings.advantage))
+    loss = plugins.load("losses", settings.loss)
+    check_settings(advantage, settings.advantage_kwargs)
+    try_loss(loss, settings)
+    check_credit(loss, advantage, settings)
+    return advantage, loss
 
 
 def obstacle_to_warm_start(env_id: str, arguments: Mapping[str, Any]) -> str:

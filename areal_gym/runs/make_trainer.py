@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_gym.config import RunConfig
-from areal_gym.config.objective_settings import SUPERVISED, ignores_teacher
+from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
+from areal_gym.runs.early_checks import load_algorithm
 from areal_gym.runs.teacher import vocabulary_teacher
 
 if TYPE_CHECKING:
@@ -42,17 +43,8 @@ def make_trainer(
     Raises:
         ConfigError: the settings do not fit the trainer.
     """
-    from areal_gym.trainer.algorithms.advantages import takes_teacher
-    from areal_gym.trainer.algorithms.token_loss import try_loss
-
-    plugins, settings = registry(), config.trainer
-    advantage = plugins.load("advantages", settings.advantage)
-    is_sampled = config.objective == "distill" and config.teacher.divergence == "sampled"
-    if is_sampled and not takes_teacher(advantage):
-        raise ConfigError(ignores_teacher(settings.advantage))
-    loss = plugins.load("losses", settings.loss)
-    try_loss(loss, settings)
-    trainer_class: Callable[..., GroupTrainer] = plugins.load("trainers", settings.id)
+    advantage, loss = load_algorithm(config)
+    trainer_class: Callable[..., GroupTrainer] = registry().load("trainers", config.trainer.id)
     teacher = vocabulary_teacher(config, initial or policy)
     teacher_arguments: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
     return _placed(

@@ -548,6 +548,23 @@ def test_dry_run_refuses_what_a_run_refuses(cli):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["trainer.loss_kwargs.tea=1"], "the loss 'ppo_clip' takes no argument 'tea'"),
+        (["trainer.advantage_kwargs.bta=1"], "takes no setting 'bta'"),
+        (["trainer.loss=gspo", "trainer.advantage=gigpo"], "one advantage, their mean"),
+    ],
+)
+def test_dry_run_and_run_try_the_algorithm_out_first(cli, overrides, words):
+    """A run refuses it, too, before a warm start."""
+    for last in (["--dry-run"], ["--out", "run"]):
+        code, out, err = cli("train", "--env", "tir", *overrides, *last)
+        assert (code, out) == (2, "")
+        assert words in err
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
         (["env.fixed_roles.secnd=gold"], "did you mean 'second'?"),
         (["env.fixed_roles.second=gld"], "env.fixed_roles.second = 'gld' is not a policy"),
         (["env.fixed_roles={first: gold, second: gold}"], "none is left for the policy"),
