@@ -110,7 +110,13 @@ class TeacherConfig(FurtherTeacherConfig):
 
 
 def check_objective(
-    objective: str, advantage: str, data: DataConfig, teacher: TeacherConfig, temperature: float
+    objective: str,
+    *,
+    algorithm: str,
+    advantage: str,
+    data: DataConfig,
+    teacher: TeacherConfig,
+    temperature: float,
 ) -> None:
     """Raise ValueError if the settings do not fit the objective."""
     if objective == "distill":
@@ -140,6 +146,12 @@ def check_objective(
                 f"rollout.temperature = {temperature:g} with objective = 'distill': teachers give "
                 "log-probabilities at temperature 1, and tokens must be sampled at it, too"
             )
+        if algorithm != "grpo":
+            raise ValueError(
+                f"trainer.algorithm = {algorithm!r} with objective = 'distill': distillation has "
+                "its own advantage and loss, and the preset would change no more than "
+                "rollout.filters; leave it out, and set what you want of it, such as trainer.loss"
+            )
         _check_advantage(advantage, teacher.divergence)
     elif teacher != TeacherConfig() or advantage == "distill":
         raise ValueError("a teacher is for objective=distill only")
@@ -153,7 +165,7 @@ def check_objective(
 def _check_advantage(advantage: str, divergence: str) -> None:
     """Raise ValueError for an advantage with which a run of distillation ignores its teacher.
 
-    Estimators of plugins are left to `areal_gym.runs.make_trainer`, which sees their inputs.
+    Estimators of plugins are left to `areal_gym.runs.early_checks`, which sees their inputs.
     """
     if divergence != "sampled":
         if advantage != "reinforce":

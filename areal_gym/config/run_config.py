@@ -83,7 +83,12 @@ class RunConfig(Settings):
     def _cross_checks(self) -> Self:
         rollout, trainer = self.rollout, self.trainer
         check_objective(
-            self.objective, trainer.advantage, self.data, self.teacher, rollout.temperature
+            self.objective,
+            algorithm=trainer.algorithm,
+            advantage=trainer.advantage,
+            data=self.data,
+            teacher=self.teacher,
+            temperature=rollout.temperature,
         )
         split_address(self.gateway)
         is_elsewhere = self.deterministic or bool(self.cluster.rollout_workers)

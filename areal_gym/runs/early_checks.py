@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from areal_gym.config import EngineConfig, RunConfig
+from areal_gym.config.algorithm_settings import CriticConfig
 from areal_gym.config.objective_settings import SUPERVISED, ignores_teacher
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError
@@ -39,9 +40,10 @@ def load_algorithm(config: RunConfig) -> tuple[AdvantageEstimator, PolicyLoss]:
     """Load the advantage estimator and the policy loss of the settings, and try them out.
 
     Raises:
-        ConfigError: they do not take their settings, do not go together, or would ignore a teacher.
+        ConfigError: they do not take their settings, do not go together, or would ignore a teacher
+            or the settings of a critic.
     """
-    from areal_gym.trainer.algorithms.advantages import check_settings, takes_teacher
+    from areal_gym.trainer.algorithms.advantages import check_settings, needs_critic, takes_teacher
     from areal_gym.trainer.algorithms.token_loss import check_credit, try_loss
 
     plugins, settings = registry(), config.trainer
@@ -49,6 +51,11 @@ def load_algorithm(config: RunConfig) -> tuple[AdvantageEstimator, PolicyLoss]:
     is_sampled = config.objective == "distill" and config.teacher.divergence == "sampled"
     if is_sampled and not takes_teacher(advantage):
         raise ConfigError(ignores_teacher(settings.advantage))
+    if settings.critic != CriticConfig() and not needs_critic(advantage):
+        raise ConfigError(
+            f"trainer.critic is set, and trainer.advantage = {settings.advantage!r} has no critic",
+            hints=["leave it out, or take an estimator with a critic: trainer.algorithm=ppo"],
+        )
     loss = plugins.load("losses", settings.loss)
     check_settings(advantage, settings.advantage_kwargs)
     try_loss(loss, settings)

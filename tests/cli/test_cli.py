@@ -551,6 +551,7 @@ def test_dry_run_refuses_what_a_run_refuses(cli):
         (["trainer.loss_kwargs.tea=1"], "the loss 'ppo_clip' takes no argument 'tea'"),
         (["trainer.advantage_kwargs.bta=1"], "takes no setting 'bta'"),
         (["trainer.loss=gspo", "trainer.advantage=gigpo"], "one advantage, their mean"),
+        (["trainer.critic.lr_scale=2"], "trainer.advantage = 'grpo' has no critic"),
     ],
 )
 def test_dry_run_and_run_try_the_algorithm_out_first(cli, overrides, words):

@@ -191,6 +191,7 @@ def test_hint_is_written_at_the_end_of_the_first_user_message():
             "would learn from rewards and ignore the teacher; leave it out, or write "
             "trainer.advantage=distill",
         ),
+        (["teacher.model=a", "trainer.algorithm=gspo"], "has its own advantage and loss"),
         (
             ["teacher.model=a", "teacher.divergence=reverse", "trainer.advantage=distill"],
             "write trainer.advantage=reinforce",
