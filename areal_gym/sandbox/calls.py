@@ -168,7 +168,8 @@ class Call:
         status, reason = self._status(exit)
         stdout, stderr = (capture.text() for capture in self.captures)
         answer = self.answer
-        explanation = (answer.traceback if answer else "") or reason.format(limits=self.limits)
+        # A snippet may end by itself while it is stopped: the last line says what the status does.
+        explanation = (answer.traceback if answer else "") + reason.format(limits=self.limits)
         if explanation and stderr and not stderr.endswith("\n"):
             stderr += "\n"
         measured = exit or answer

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from areal_gym.sandbox import SandboxLimits, SandboxStatus
+from areal_gym.sandbox.calls import Call, CellMessage, Exit
 
 OK, ERROR, TIMEOUT = SandboxStatus.OK, SandboxStatus.ERROR, SandboxStatus.TIMEOUT
 MEMORY, OUTPUT, KILLED = SandboxStatus.MEMORY, SandboxStatus.OUTPUT, SandboxStatus.KILLED
@@ -210,3 +211,15 @@ def test_a_loop_that_stands_still_makes_no_timeout(runner, sandbox, code, status
                 await runner.aclose()
 
     assert runner.run(play()).status is status
+
+
+def test_a_call_that_ends_while_it_is_stopped_says_both():
+    call = Call(SandboxLimits(num_processes=16), is_fresh=True)
+    call.answer = CellMessage("nonce", "error", traceback="RuntimeError: can't start new thread\n")
+    result = call.result(Exit(0, excess="processes"), 0.1)
+    assert result.status is SandboxStatus.KILLED
+    assert result.stderr.splitlines() == [
+        "RuntimeError: can't start new thread",
+        "Killed: more than 16 threads and processes",
+    ]
+    assert call.result(None, 0.1).stderr == "RuntimeError: can't start new thread\n"
