@@ -1,5 +1,6 @@
 """An environment that is mastered after a while, whatever the policy does."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from areal_gym.envs.base import Response
@@ -8,12 +9,13 @@ from tests._support.fading_env import Fading
 
 
 class Mastered(Fading):
-    """One turn. Every other of this process's first `num_mixed` episodes in split train earns 1.
+    """One turn. In split train, every other episode of the first `num_mixed` tasks earns 1.
 
-    All later ones earn `then`.
+    Those of all later tasks earn `then`.
     """
 
-    num_played = 0
+    num_played: Counter[str] = Counter()
+    """Episodes by task."""
 
     def __init__(self, num_mixed: int = 0, then: float = 1.0) -> None:
         super().__init__()
@@ -22,9 +24,9 @@ class Mastered(Fading):
     async def respond(self, message):
         if self.task.split != "train":
             return Response(reward=1.0, is_terminated=True)
-        Mastered.num_played += 1
-        is_mixed = Mastered.num_played <= self._num_mixed
-        reward = float(Mastered.num_played % 2) if is_mixed else self._then
+        self.num_played[self.task.id] += 1
+        is_mixed = list(self.num_played).index(self.task.id) < self._num_mixed
+        reward = float(self.num_played[self.task.id] % 2) if is_mixed else self._then
         return Response(reward=reward, is_terminated=True)
 
 

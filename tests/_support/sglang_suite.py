@@ -19,8 +19,12 @@ from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.weight_sync import make_weight_sync
 
 PROMPT = list(range(20, 60))
-TOLERANCE = 2e-5
-"""Allowed difference of float32 log-probabilities; the real server differs by 5e-7."""
+TOLERANCE = 5e-5
+"""Allowed difference of float32 log-probabilities.
+
+The real server differs by 5e-7, the fake by up to 2.0e-5 in turns of 300 tokens. Other weights
+differ by 0.1 and more.
+"""
 
 
 @asynccontextmanager

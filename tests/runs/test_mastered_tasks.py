@@ -1,6 +1,7 @@
 """A run whose filters leave nothing to train on: it ends well if its tasks are solved."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests._support.display_lines import Lines
 
 @pytest.fixture
 def mastered(monkeypatch):
-    monkeypatch.setattr(mastered_env.Mastered, "num_played", 0)
+    monkeypatch.setattr(mastered_env.Mastered, "num_played", Counter())
     set_registry(Registry(PluginManager.installed(modules=["tests._support.mastered_env"])))
     yield
     set_registry(None)
@@ -29,7 +30,7 @@ def config_of(policy, *overrides):
             "rollout.filters=[success-rate]",
             "rollout.group_size=2",
             "rollout.batch_groups=4",
-            "rollout.max_in_flight=2",  # one group at a time: one member is right
+            "rollout.max_in_flight=2",
             "rollout.max_new_tokens=4",
             "engine.num_slots=8",
             "engine.max_context=256",
@@ -44,7 +45,7 @@ def config_of(policy, *overrides):
 def test_run_ends_well_when_its_tasks_are_solved(mastered, tiny_policy, tmp_path):
     display, out = Lines(), tmp_path / "run"
     # Two steps' worth of groups are half right.
-    summary = train(config_of(tiny_policy, "env.kwargs.num_mixed=16"), run_dir=out, display=display)
+    summary = train(config_of(tiny_policy, "env.kwargs.num_mixed=8"), run_dir=out, display=display)
     assert 1 <= summary["num_steps"] <= 2
     assert "64 groups in a row" in summary["stopped"]
     assert "success-rate/too-easy" in summary["stopped"]
@@ -63,7 +64,7 @@ def test_run_ends_well_when_its_tasks_are_solved(mastered, tiny_policy, tmp_path
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
-        (["env.kwargs.then=0", "env.kwargs.num_mixed=16"], TrainError),
+        (["env.kwargs.then=0", "env.kwargs.num_mixed=8"], TrainError),
         ([], MasteredError),
     ],
     ids=["too hard", "solved before the first step"],

@@ -150,19 +150,30 @@ def check_hit_batch(values):
     return stdev(others)
 
 
-@pytest.mark.slow
-def test_outage_of_the_only_server_does_not_bias_batches(kind, ending_policy, ending, tmp_path):
-    skip_long_if_real(kind)
-    outage = Outage(kind, ending_policy, tmp_path)
+def run_with_outage(kind, policy, home):
+    """Run a training whose server dies in step HIT; return its directory and its display."""
+    home.mkdir()
+    outage = Outage(kind, policy, home)
     # Four held-out answers before the first step, sampled and greedy, are not of any batch.
     outage.die_at = 2 * 4 + (HIT - 1) * BATCH * SIZE + SHORT
     display = Lines()
+    ending_env.on_end.clear()
     with outage.serving() as url:
-        model = [f"engine.model={ending_policy}", f"engine.url={url}"]
-        train(load_config(overrides=[*model, *SETTINGS]), run_dir=tmp_path / "run", display=display)
+        model = [f"engine.model={policy}", f"engine.url={url}"]
+        train(load_config(overrides=[*model, *SETTINGS]), run_dir=home / "run", display=display)
         assert outage.relaunched.is_set()
-    run = RunDir(tmp_path / "run")
-    rows = run.read_metrics()
+    return RunDir(home / "run"), display
+
+
+@pytest.mark.slow
+def test_outage_of_the_only_server_does_not_bias_batches(kind, ending_policy, ending, tmp_path):
+    skip_long_if_real(kind)
+    for attempt in range(5):
+        run, display = run_with_outage(kind, ending_policy, tmp_path / str(attempt))
+        rows = run.read_metrics()
+        # On a busy machine, all answers may have arrived before the tenth is looked at.
+        if rows[HIT - 1]["incidents/lost_episodes"]:
+            break
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     batches = {step: list(run.read_trajectories(step)) for step in range(1, STEPS + 1)}
     check_groups(rows, batches)
