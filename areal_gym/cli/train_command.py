@@ -120,8 +120,10 @@ def train_command(
     config = resolve(file=recipe, overrides=overrides, flags=flags, is_chosen=is_chosen)
     require_named_model(config, flags, overrides, recipe)
     if dry_run:
+        from areal_gym.runs.early_checks import require_algorithm
+
         require_plain_sampling(config)
-        _check_algorithm(config)
+        require_algorithm(config)
         _check_fixed_roles(config)
         for line in [*_describe(config), *(_describe_own_tasks(config) if own else ())]:
             print_data(f"# {line}")
@@ -179,14 +181,6 @@ def _describe(config: RunConfig) -> list[str]:
         for entry in entries_used(config)
     ]
     return lines
-
-
-def _check_algorithm(config: RunConfig) -> None:
-    """Try the advantage estimator and the loss out with their settings, if torch is installed."""
-    if config.objective not in SUPERVISED and find_spec("torch") is not None:
-        from areal_gym.runs.early_checks import load_algorithm
-
-        load_algorithm(config)
 
 
 def _check_fixed_roles(config: RunConfig) -> None:

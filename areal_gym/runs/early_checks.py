@@ -26,14 +26,23 @@ def require_startable(config: RunConfig) -> None:
             advantage estimator and the loss do not fit their settings.
     """
     require_server_engine(config.engine)
-    if config.objective not in SUPERVISED and find_spec("torch") is not None:
-        load_algorithm(config)
+    require_algorithm(config)
     # On a cluster, the ranks have their devices elsewhere.
     if config.cluster.address is None and find_spec("torch") is not None:
         from areal_gym.models.device import pick_device
 
         pick_device(config.trainer.device, "trainer.device")
         pick_device(config.engine.device, "engine.device")
+
+
+def require_algorithm(config: RunConfig) -> None:
+    """Try the advantage estimator and the loss out, if the objective has them and torch is here.
+
+    Raises:
+        ConfigError: as `load_algorithm`.
+    """
+    if config.objective not in SUPERVISED and find_spec("torch") is not None:
+        load_algorithm(config)
 
 
 def load_algorithm(config: RunConfig) -> tuple[AdvantageEstimator, PolicyLoss]:
