@@ -19,12 +19,10 @@ from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.weight_sync import make_weight_sync
 
 PROMPT = list(range(20, 60))
-TOLERANCE = 5e-5
-"""Allowed difference of float32 log-probabilities.
-
-The real server differs by 5e-7, the fake by up to 2.0e-5 in turns of 300 tokens. Other weights
-differ by 0.1 and more.
-"""
+TOLERANCE = 2e-5
+"""Allowed difference of float32 log-probabilities; the real server differs by 5e-7."""
+LONG_TOLERANCE = 5e-5
+"""The same in turns of hundreds of tokens: the fake came to 2.003e-5, the other weights to 2.8."""
 
 
 @asynccontextmanager
@@ -108,7 +106,7 @@ def check_each_version(decoders, generation):
             versions=versions[start:end],
             finish_reason=generation.finish_reason,
         )
-        assert logprob_gap(decoders[version % 2], part, prompt) < TOLERANCE, version
+        assert logprob_gap(decoders[version % 2], part, prompt) < LONG_TOLERANCE, version
 
 
 def sync_of(engine, id, directory, **kwargs):

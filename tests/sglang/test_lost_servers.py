@@ -64,7 +64,6 @@ def ending_policy(policies, tmp_path_factory):
 def ending():
     set_registry(Registry(PluginManager.installed(modules=["tests._support.ending_env"])))
     yield
-    ending_env.on_end.clear()
     set_registry(None)
 
 
@@ -89,6 +88,7 @@ class Outage:
             try:
                 yield url
             finally:
+                ending_env.on_end.remove(self.count_episode)
                 self.over.set()
                 if self.thread is not None:
                     self.thread.join()
@@ -157,7 +157,6 @@ def run_with_outage(kind, policy, home):
     # Four held-out answers before the first step, sampled and greedy, are not of any batch.
     outage.die_at = 2 * 4 + (HIT - 1) * BATCH * SIZE + SHORT
     display = Lines()
-    ending_env.on_end.clear()
     with outage.serving() as url:
         model = [f"engine.model={policy}", f"engine.url={url}"]
         train(load_config(overrides=[*model, *SETTINGS]), run_dir=home / "run", display=display)
