@@ -237,6 +237,8 @@ def test_gdpo_by_hand_lets_no_part_drown_another():
     with pytest.raises(ConfigError, match="no part 'smal'") as caught:
         estimate(estimator_of("gdpo"), inputs, weights={"smal": 1.0})
     assert "did you mean 'small'" in caught.value.hints[0]
+    with pytest.raises(ConfigError, match="leave no part of the reward to learn from"):
+        estimate(estimator_of("gdpo"), inputs, weights={"small": 0.0, "large": 0.0})
     without = AdvantageInputs.from_turns([[1.0], [0.0]], [[1], [1]], [0, 0])
     advantages = estimate(estimator_of("gdpo"), without).advantages_T.tolist()
     assert advantages == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])

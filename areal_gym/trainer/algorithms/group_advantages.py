@@ -101,11 +101,17 @@ def gdpo(
     verl.
 
     Raises:
-        ConfigError: a weight of a part that the environment does not give, or a group of one.
+        ConfigError: a weight of a part that the environment does not give, weights that are all 0,
+            or a group of one.
     """
     reward_parts_G = reward_parts_G or {"reward": rewards_G}
     if weights is None:
         weights = dict.fromkeys(reward_parts_G, 1.0)
+    elif not any(weights.values()):
+        raise ConfigError(
+            f"gdpo: weights = {dict(weights)} leave no part of the reward to learn from",
+            hints=["give at least one part a weight that is not 0, or weights=null for 1 each"],
+        )
     elif NO_PARTS in reward_parts_G:
         weights = {**weights, NO_PARTS: 1.0}
     for name in weights:
