@@ -9,9 +9,8 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
 from areal_gym.trainer.batch.experience import TokenBatch
 
-_MEMORY, _MEMORY_OF_SEVERAL = 0.8, 0.9
-"""The share of the largest drift that still counts one step later. With several updates and 0.8 the
-rate goes up and down, and two of five runs ended 0.05 to 0.1 lower (docs/asynchrony.md)."""
+_MEMORY = 0.9
+"""The share of the largest drift that still counts one step later."""
 
 
 def require_steps(config: TrainerConfig) -> None:
@@ -77,17 +76,18 @@ def teaching_factor(config: TrainerConfig, columns: TokenBatch, members: Sequenc
 
 
 class DriftDamping:
-    """Shortens the updates on stale batches where the policy is far from the one that sampled.
+    """Shortens the updates on stale batches where the policy goes against their advantages.
 
-    drift = max(KL per token, memory * the drift before)
+    drift = max(train/drift, the drift before * 0.9 a step)
     factor = min(1, max(trainer.max_drift / drift, 1 / (1 + |staleness|)))
 
-    memory = 0.8 a step with one update, 0.9 a step with several
+    train/drift = sum of |A| d^2 / sum of |A|, d as in `algorithms.ratios.adverse_drift`
 
     A stale batch's gradient points from where the policy was. Optimizers that normalise (AdamW,
     Muon) follow it in full steps, however little clips and masks leave of it, so the policy
-    overshoots at high rates, and then it is far from the one that sampled. That shows in some
-    batches and not in others, so it is remembered for a while.
+    overshoots at high rates: tokens whose advantage is positive get less likely than when they were
+    sampled, and others more. That shows in some batches and not in others, so it is remembered for
+    a while. A policy that moves the way the advantages ask is not slowed down, however far it goes.
 
     Fresh batches are never damped, and others by no more than Zhang et al. 2016 ("Staleness-aware
     Async-SGD for Distributed Deep Learning") divide, because differences between engine and trainer
@@ -100,11 +100,11 @@ class DriftDamping:
         self._limit = config.max_drift
         self._drift = 0.0
 
-    def factor(self, divergence: float, staleness: float, num_updates: int) -> float:
+    def factor(self, drift: float, staleness: float, num_updates: int) -> float:
         """Return the factor of the learning rates of one update.
 
         Args:
-            divergence: the KL divergence per token from the policy that sampled, in nats.
+            drift: `train/drift` of the update.
             staleness: the batch's mean staleness, in versions; it may be negative.
             num_updates: updates of the step.
         """
@@ -112,8 +112,7 @@ class DriftDamping:
             return 1.0
         # After --from-step, episodes of the journal may be of versions that are to come.
         least = 1 / (1 + abs(staleness))
-        if not math.isfinite(divergence):
+        if not math.isfinite(drift):
             return least
-        memory = _MEMORY if num_updates == 1 else _MEMORY_OF_SEVERAL ** (1 / num_updates)
-        self._drift = max(divergence, memory * self._drift)
+        self._drift = max(drift, _MEMORY ** (1 / num_updates) * self._drift)
         return 1.0 if self._drift <= self._limit else max(self._limit / self._drift, least)

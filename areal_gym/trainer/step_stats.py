@@ -74,6 +74,15 @@ class StepStats:
         return metrics
 
 
+_DRIFT_PARTS = ("adverse_drift", "advantage_size")
+
+
+def drift_of(sums: Mapping[str, float]) -> float:
+    """Return the drift of some tokens from sums over them; 0 if none of them has an advantage."""
+    adverse, size = (sums.get(part, 0.0) for part in _DRIFT_PARTS)
+    return adverse / size if size else 0.0
+
+
 class Totals(dict[str, float]):
     """Sums of metrics over micro-batches, by name."""
 
@@ -122,7 +131,10 @@ class Step:
     work: StepStats
     lr_scales: list[float] = field(default_factory=list)
     """Factors of the learning rates in the updates so far."""
+    update: Totals = field(default_factory=Totals)
+    """Sums over this rank's micro-batches of the update under way."""
     totals: Totals = field(default_factory=Totals)
+    """Sums over the updates that have ended."""
     by_lag: MeansByLag = field(default_factory=MeansByLag)
     gap_by_lag: MeansByLag = field(default_factory=MeansByLag)
     """|trainer's log-probability - recorded log-probability| in the first update."""
@@ -159,7 +171,7 @@ class Step:
         """
         self.work.add(batch, len(logprobs_T))
         for name, values_T in metrics.items():
-            self.totals.add(name, values_T, num_tokens)
+            self.update.add(name, values_T, num_tokens)
         lengths = [self.rows[i].num_trainable for i in indexes]
         self.logprobs.update(zip(indexes, torch.split(logprobs_T, lengths), strict=True))
         lags_T = self.version - self.columns.take("versions", indexes)
@@ -167,10 +179,23 @@ class Step:
         if is_first:
             self.gap_by_lag.add(lags_T, (logprobs_T - self.columns.take("old", indexes)).abs())
 
+    def end_update(self, ranks: Ranks) -> dict[str, float]:
+        """Add the update's sums to the step's; return them over all ranks."""
+        sums = ranks.sum(self.update)
+        for name, value in self.update.items():
+            self.totals[name] = self.totals.get(name, 0.0) + value
+        self.update.clear()
+        return sums
+
     def metrics(self, ranks: Ranks, *, is_stale: bool) -> dict[str, float]:
         """Return the means over all ranks and updates."""
         sums = ranks.sum(self.totals)
-        metrics = {f"train/{name}": total / self.num_updates for name, total in sums.items()}
+        metrics = {
+            f"train/{name}": total / self.num_updates
+            for name, total in sums.items()
+            if name not in _DRIFT_PARTS
+        }
+        metrics["train/drift"] = drift_of(sums)
         if is_stale:
             metrics |= self.by_lag.metrics("train/approx_kl_stale", ranks)
         gaps = self.gap_by_lag.metrics("", ranks)

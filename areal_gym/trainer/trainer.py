@@ -62,7 +62,13 @@ from areal_gym.trainer.row_passes import RowPasses, gather_rows
 from areal_gym.trainer.states import below, prefixed, room_for_moments
 from areal_gym.trainer.step_advantages import StepAdvantages
 from areal_gym.trainer.step_profiler import profiled
-from areal_gym.trainer.step_stats import Step, StepStats, expert_metrics, router_agreement
+from areal_gym.trainer.step_stats import (
+    Step,
+    StepStats,
+    drift_of,
+    expert_metrics,
+    router_agreement,
+)
 from areal_gym.trainer.teacher_divergence import TeacherDivergence, VocabularyTeacher
 from areal_gym.types import Group, TopTokens
 from areal_gym.utils.packed_numbers import Floats
@@ -318,7 +324,6 @@ class Trainer(PolicyTrainer):
         weights_G = dict(zip(lengths_G, weights, strict=True))
         if self._token_loss.has_batch_pass:
             pick_tokens(self._token_loss, self._passes, step, members, proximal, is_first=is_first)
-        sum_of_losses, drift_before = 0.0, step.totals.get("approx_kl", 0.0)
         passes = self._passes.microbatches(step.rows, members)
         for batch, indexes, is_mine in reducing_once(
             passes, self.config, self.decoder, self._critic
@@ -332,8 +337,7 @@ class Trainer(PolicyTrainer):
                 sum_T = metrics["critic_loss"].sum()
                 loss = loss + self.config.critic.coefficient * sum_T / num_tokens
             if is_mine:
-                sum_of_losses += float(policy_loss.detach())
-                step.totals.add("loss", policy_loss)
+                step.update.add("loss", policy_loss)
                 logprobs_T = scores.logprobs.detach()
                 step.add(
                     batch, indexes, logprobs_T, metrics, num_tokens=num_tokens, is_first=is_first
@@ -341,13 +345,12 @@ class Trainer(PolicyTrainer):
             # Gradients are averaged over the ranks, and each data rank has a part of the loss.
             (loss * (self._ranks.num_data_ranks if is_mine else 0)).backward()
         # A loss can be NaN although its gradient is finite: a constant added to it has none.
-        drift = step.totals.get("approx_kl", 0.0) - drift_before
-        sums = self._ranks.sum({"loss": sum_of_losses, "drift": drift})
+        sums = step.end_update(self._ranks)
         is_finite = math.isfinite(sums["loss"])
-        damping = self._drift_damping.factor(sums["drift"], step.staleness, step.num_updates)
-        lr_scale = self._lr_scale() * damping
-        if self._divergence is None:
+        lr_scale = self._lr_scale()
+        if self._divergence is None:  # otherwise advantages teach nothing
             lr_scale *= teaching_factor(self.config, step.columns, members)
+            lr_scale *= self._drift_damping.factor(drift_of(sums), step.staleness, step.num_updates)
         step.lr_scales.append(lr_scale)
         norm = self._optimizer.step(lr_scale, is_usable=is_finite)
         if self._critic is not None:

@@ -1,5 +1,6 @@
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,11 +125,11 @@ def test_rate_of_an_update_falls_where_the_policy_has_drifted():
         damping = DriftDamping(TrainerConfig(**settings))
         return [damping.factor(*case) for case in cases]
 
-    assert factors((0.01, 9.0, 1), (0.02, 9.0, 1)) == [1, 0.5]
+    assert factors((0.006, 9.0, 1), (0.012, 9.0, 1)) == [1, 0.5]
     assert factors((1.0, 4.0, 1), (0.0, 1.0, 1), (0.0, 0.0, 1)) == [0.2, 0.5, 1]
-    # It is remembered: three steps later more than a half of 0.02 is left, and then less.
-    later = factors((0.02, 9.0, 1), *[(0.0, 9.0, 1)] * 4)
-    assert later == pytest.approx([0.5, 0.5 / 0.8, 0.5 / 0.64, 0.5 / 0.512, 1])
+    # It is remembered: six steps later more than a half of 0.012 is left, and then less.
+    later = factors((0.012, 9.0, 1), *[(0.0, 9.0, 1)] * 7)
+    assert later == pytest.approx([0.5 / 0.9**steps for steps in range(7)] + [1])
     assert factors((math.nan, 3.0, 1), (math.inf, 3.0, 1), (0.0, 3.0, 1)) == [0.25, 0.25, 1]
     assert factors((1.0, 4.0, 1), (1.0, 4.0, 4), max_drift=None) == [1, 1]
     assert factors((0.04, 9.0, 1), max_drift=0.02) == [0.5]
@@ -137,7 +138,7 @@ def test_rate_of_an_update_falls_where_the_policy_has_drifted():
 
 def test_drift_is_remembered_by_steps_and_not_by_updates():
     damping = DriftDamping(TrainerConfig())
-    assert [damping.factor(drift, 9.0, 4) for drift in (0.01, 0.02)] == [1, 0.5]
+    assert [damping.factor(drift, 9.0, 4) for drift in (0.006, 0.012)] == [1, 0.5]
     later = [damping.factor(0.0, 9.0, 4) for _ in range(8)]  # two steps of four updates
     assert later[3::4] == pytest.approx([0.5 / 0.9, 0.5 / 0.81])
 
@@ -166,6 +167,45 @@ def test_a_trainer_lowers_the_rate_of_updates_that_have_drifted(minibatches):
     undamped, moved_undamped = first_step(3, minibatches=minibatches, max_drift=None)
     assert undamped["train/lr"] == 1e-3
     assert moved_undamped == pytest.approx(moved, rel=0.2)
+
+
+def with_log_ratios(groups, of_right, of_wrong):
+    """The same groups, sampled by a policy from which right and wrong tokens have moved so far."""
+
+    def moved(trajectory):
+        by = of_right if trajectory.reward else of_wrong
+        spans = [
+            replace(span, logprobs=tuple(old - by for old in span.logprobs))
+            if span.origin == "policy"
+            else span
+            for span in trajectory.spans
+        ]
+        return replace(trajectory, spans=tuple(spans))
+
+    return [replace(group, trajectories=tuple(map(moved, group.trajectories))) for group in groups]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_only_moves_against_the_advantages_lower_the_rate(minibatches):
+    decoder = tiny_decoder()
+    groups = honest_logprobs(decoder, batch())
+
+    def step(of_right, of_wrong):
+        config = TrainerConfig(lr=1e-6, minibatches=minibatches)
+        trainer = Trainer(decoder, config, advantage=grpo, loss=ppo_clip)
+        return trainer.step(with_log_ratios(groups, of_right, of_wrong), version=3)
+
+    learned = step(1.0, -1.0)
+    assert learned["train/approx_kl"] > 0.3
+    assert learned["train/drift"] == pytest.approx(0, abs=1e-5)
+    assert learned["train/lr"] == 1e-6
+    # Group by group, right and wrong tokens have the same sum of |A| but for their lengths.
+    unlearned = step(-1.0, 1.0)
+    assert (1 - math.exp(-1)) ** 2 < unlearned["train/drift"] < 1
+    assert unlearned["train/lr"] == pytest.approx(1e-6 / 4)
+    rounded = step(0.05, 0.05)  # of wrong tokens only, and by little
+    assert 0 < rounded["train/drift"] < 0.05**2
+    assert rounded["train/lr"] == 1e-6
 
 
 # ---- rows without an advantage ------------------------------------------------------------------

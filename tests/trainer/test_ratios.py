@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.algorithms.ratios import binary_kl, k1, k2, k3, ratio, sequence_mean
+from areal_gym.trainer.algorithms.ratios import (
+    adverse_drift,
+    binary_kl,
+    k1,
+    k2,
+    k3,
+    ratio,
+    sequence_mean,
+)
 from areal_gym.trainer.batch.experience import overlong_penalty, shape_rewards
 
 LOGPROB = st.floats(-12, -1e-3)
@@ -102,3 +110,16 @@ def test_rewards_are_shifted_then_scaled_then_clipped():
     assert shape_rewards(rewards).tolist() == rewards.tolist()
     with pytest.raises(ConfigError, match="null switches it off"):
         shape_rewards(rewards, clip=0.0)
+
+
+def test_drift_counts_what_went_against_the_advantage():
+    old_T = torch.tensor([0.8, 0.2, 0.2, 0.2, 0.5, 0.5, 0.5]).log()
+    now_T = torch.tensor([0.4, 0.3, 0.9, 0.9, 0.1, 0.1, 0.5]).log()
+    advantages_T = torch.tensor([2.0, -1.0, -3.0, 3.0, -1.0, 0.0, 2.0])
+    # 2 * 0.5^2; 0.5^2; 3, because a ratio counts up to 2; and moves that were asked for
+    expected = [0.5, 0.25, 3.0, 0.0, 0.0, 0.0, 0.0]
+    drift_T = adverse_drift(now_T, old_T, advantages_T)
+    assert drift_T.tolist() == pytest.approx(expected, abs=1e-6)
+    lost_T = torch.tensor([-1000.0, 0.0])  # a token that became impossible, or certain
+    advantages_T = torch.tensor([1.0, -1.0])
+    assert adverse_drift(lost_T, lost_T.flip(0), advantages_T).tolist() == [1.0, 1.0]

@@ -87,6 +87,18 @@ def k3(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
     return _held(-difference_T).expm1() + difference_T
 
 
+def adverse_drift(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor) -> Tensor:
+    """Compute |A| d^2, where d is how far the ratio r = p / old went against the advantage's sign.
+
+    d = max(0, 1 - r) where A > 0, and max(0, min(r, 2) - 1) where A < 0: both are between 0 and 1.
+    Divided by the sum of |A|, it is 0 for a policy that only did what the advantages ask for,
+    however far it went, and 1 for one that undid all of it. The square makes it small for engines
+    that round differently, half of whose differences go against the sign.
+    """
+    moved_T = (logprobs_T - old_T).clamp(max=math.log(2)).expm1() * advantages_T.sign()
+    return advantages_T.abs() * moved_T.clamp(max=0) ** 2
+
+
 def binary_kl(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
     """Compute the KL of two coins, "this token" against "any other", with probabilities p and base.
 

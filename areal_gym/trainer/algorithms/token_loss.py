@@ -28,7 +28,12 @@ from areal_gym.trainer.algorithms.losses import (
     batch_pass,
     has_sequence_weights,
 )
-from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS, k3, sequence_weights
+from areal_gym.trainer.algorithms.ratios import (
+    KL_ESTIMATORS,
+    adverse_drift,
+    k3,
+    sequence_weights,
+)
 from areal_gym.trainer.batch.experience import TokenBatch
 
 Proximal = Literal["recorded", "scored", "current", "loglinear", "linear"]
@@ -95,6 +100,8 @@ class TokenLoss:
         output = self._loss(inputs, **self._kwargs)
         # The tokens are the old policy's, so `approx_kl` is the divergence *from* it.
         loss_T, metrics = output.loss, {**output.metrics, "approx_kl": k3(old_T, now_T)}
+        metrics["adverse_drift"] = adverse_drift(now_T, old_T, inputs.advantages)
+        metrics["advantage_size"] = inputs.advantages.abs()
         if "reference" in columns:
             reference_T = columns.take("reference", indexes)
             metrics["kl_reference"] = k3(now_T, reference_T)
