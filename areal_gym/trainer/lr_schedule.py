@@ -88,6 +88,8 @@ class DriftDamping:
     overshoots at high rates: tokens whose advantage is positive get less likely than when they were
     sampled, and others more. That shows in some batches and not in others, so it is remembered for
     a while. A policy that moves the way the advantages ask is not slowed down, however far it goes.
+    A student that learns a teacher's whole distributions has no advantages: its drift is
+    `train/approx_kl`, in nats per token.
 
     Fresh batches are never damped, and others by no more than Zhang et al. 2016 ("Staleness-aware
     Async-SGD for Distributed Deep Learning") divide, because differences between engine and trainer
@@ -104,7 +106,7 @@ class DriftDamping:
         """Return the factor of the learning rates of one update.
 
         Args:
-            drift: `train/drift` of the update.
+            drift: `train/drift` of the update, or `train/approx_kl`.
             staleness: the batch's mean staleness, in versions; it may be negative.
             num_updates: updates of the step.
         """

@@ -348,9 +348,12 @@ class Trainer(PolicyTrainer):
         sums = step.end_update(self._ranks)
         is_finite = math.isfinite(sums["loss"])
         lr_scale = self._lr_scale()
-        if self._divergence is None:  # otherwise advantages teach nothing
+        if self._divergence is None:
+            drift = drift_of(sums)
             lr_scale *= teaching_factor(self.config, step.columns, members)
-            lr_scale *= self._drift_damping.factor(drift_of(sums), step.staleness, step.num_updates)
+        else:  # advantages teach nothing
+            drift = sums["approx_kl"]
+        lr_scale *= self._drift_damping.factor(drift, step.staleness, step.num_updates)
         step.lr_scales.append(lr_scale)
         norm = self._optimizer.step(lr_scale, is_usable=is_finite)
         if self._critic is not None:

@@ -8,14 +8,16 @@ import transformers
 
 from areal_gym.config import TrainerConfig, load_config
 from areal_gym.errors import ConfigError
+from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.preparation import save_settings
 from areal_gym.runs.resume import require_resumable
-from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.advantages import grpo, reinforce
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.lr_schedule import DriftDamping, lr_factor
 from areal_gym.trainer.objectives.supervised import Sft, Supervised
 from areal_gym.trainer.optimizer import Optimizer
+from areal_gym.trainer.teacher_divergence import VocabularyTeacher
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group, Task
 from tests._support.tiny_training import batch, honest_logprobs, tiny_decoder, trajectory
@@ -199,13 +201,30 @@ def test_only_moves_against_the_advantages_lower_the_rate(minibatches):
     assert learned["train/approx_kl"] > 0.3
     assert learned["train/drift"] == pytest.approx(0, abs=1e-5)
     assert learned["train/lr"] == 1e-6
-    # Group by group, right and wrong tokens have the same sum of |A| but for their lengths.
     unlearned = step(-1.0, 1.0)
     assert (1 - math.exp(-1)) ** 2 < unlearned["train/drift"] < 1
     assert unlearned["train/lr"] == pytest.approx(1e-6 / 4)
     rounded = step(0.05, 0.05)  # of wrong tokens only, and by little
     assert 0 < rounded["train/drift"] < 0.05**2
     assert rounded["train/lr"] == 1e-6
+
+
+def test_students_of_whole_distributions_are_slowed_down_by_the_distance(tmp_path):
+    groups = honest_logprobs(tiny_decoder(), batch())
+    teacher = VocabularyTeacher(
+        directory=save_checkpoint(tiny_decoder(7), tmp_path / "teacher"), direction="reverse"
+    )
+
+    def rate(of_right, of_wrong):
+        config = TrainerConfig(lr=1e-6, advantage="reinforce")
+        trainer = Trainer(
+            tiny_decoder(), config, advantage=reinforce, loss=ppo_clip, teacher=teacher
+        )
+        moved = with_log_ratios(groups, of_right, of_wrong)
+        return trainer.step(moved, version=3)["train/lr"]
+
+    assert rate(0.0, 0.0) == 1e-6
+    assert rate(1.0, -1.0) == pytest.approx(1e-6 / 4)  # whatever the rewards say of the moves
 
 
 # ---- rows without an advantage ------------------------------------------------------------------
