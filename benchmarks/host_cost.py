@@ -83,6 +83,7 @@ class HostTrainer(Trainer):
                     num_tokens=len(old_T),
                     is_first=is_first,
                 )
+        step.end_update(self._ranks)
         return 1.0
 
 

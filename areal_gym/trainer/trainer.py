@@ -62,13 +62,7 @@ from areal_gym.trainer.row_passes import RowPasses, gather_rows
 from areal_gym.trainer.states import below, prefixed, room_for_moments
 from areal_gym.trainer.step_advantages import StepAdvantages
 from areal_gym.trainer.step_profiler import profiled
-from areal_gym.trainer.step_stats import (
-    Step,
-    StepStats,
-    drift_of,
-    expert_metrics,
-    router_agreement,
-)
+from areal_gym.trainer.step_stats import Step, StepStats, drift_of, expert_metrics, router_agreement
 from areal_gym.trainer.teacher_divergence import TeacherDivergence, VocabularyTeacher
 from areal_gym.types import Group, TopTokens
 from areal_gym.utils.packed_numbers import Floats

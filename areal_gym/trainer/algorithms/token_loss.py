@@ -28,12 +28,7 @@ from areal_gym.trainer.algorithms.losses import (
     batch_pass,
     has_sequence_weights,
 )
-from areal_gym.trainer.algorithms.ratios import (
-    KL_ESTIMATORS,
-    adverse_drift,
-    k3,
-    sequence_weights,
-)
+from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS, adverse_drift, k3, sequence_weights
 from areal_gym.trainer.batch.experience import TokenBatch
 
 Proximal = Literal["recorded", "scored", "current", "loglinear", "linear"]
