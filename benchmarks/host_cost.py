@@ -84,6 +84,7 @@ class HostTrainer(Trainer):
                     is_first=is_first,
                 )
         step.end_update(self._ranks)
+        step.lr_scales.append(1.0)
         return 1.0
 
 
