@@ -134,7 +134,7 @@ class Step:
     update: Totals = field(default_factory=Totals)
     """Sums over this rank's micro-batches of the update under way."""
     totals: Totals = field(default_factory=Totals)
-    """Sums over the updates that have ended."""
+    """Sums over all ranks, of the updates that have ended."""
     by_lag: MeansByLag = field(default_factory=MeansByLag)
     gap_by_lag: MeansByLag = field(default_factory=MeansByLag)
     """|trainer's log-probability - recorded log-probability| in the first update."""
@@ -180,22 +180,21 @@ class Step:
             self.gap_by_lag.add(lags_T, (logprobs_T - self.columns.take("old", indexes)).abs())
 
     def end_update(self, ranks: Ranks) -> dict[str, float]:
-        """Add the update's sums to the step's; return them over all ranks."""
+        """Add the update's sums over all ranks to the step's, and return them."""
         sums = ranks.sum(self.update)
-        for name, value in self.update.items():
-            self.totals[name] = self.totals.get(name, 0.0) + value
         self.update.clear()
+        for name, value in sums.items():
+            self.totals[name] = self.totals.get(name, 0.0) + value
         return sums
 
     def metrics(self, ranks: Ranks, *, is_stale: bool) -> dict[str, float]:
         """Return the means over all ranks and updates."""
-        sums = ranks.sum(self.totals)
         metrics = {
             f"train/{name}": total / self.num_updates
-            for name, total in sums.items()
+            for name, total in self.totals.items()
             if name not in _DRIFT_PARTS
         }
-        metrics["train/drift"] = drift_of(sums)
+        metrics["train/drift"] = drift_of(self.totals)
         if is_stale:
             metrics |= self.by_lag.metrics("train/approx_kl_stale", ranks)
         gaps = self.gap_by_lag.metrics("", ranks)

@@ -352,9 +352,7 @@ class Trainer(PolicyTrainer):
         norm = self._optimizer.step(lr_scale, is_usable=is_finite)
         if self._critic is not None:
             critic_norm = self._critic.step(lr_scale, is_usable=math.isfinite(norm))
-            step.totals.add(
-                "critic_grad_norm", torch.tensor(critic_norm), self._ranks.num_data_ranks
-            )
+            step.totals.add("critic_grad_norm", torch.tensor(critic_norm))
         return norm if self._note_update(norm, is_loss_finite=is_finite) else math.nan
 
     def _losses(
