@@ -221,9 +221,9 @@ class TrainerConfig(Settings):
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per step; the step's batch is split among them by group."""
     max_drift: float | None = Field(0.006, gt=0, le=1)
-    """The drift (`train/drift`), from 0 to 1, above which stale batches are trained at a lower
-    learning rate: how far the policy has gone against their advantages since they were sampled
-    (docs/asynchrony.md). null is off."""
+    """The drift of the policy since a batch was sampled, above which stale batches are trained at a
+    lower learning rate (docs/asynchrony.md): with Muon how far it went against the advantages
+    (`train/drift`), with AdamW any way (`train/approx_kl`, nats per token). null is off."""
     vision: Literal["frozen", "projector", "full"] = "frozen"
     """The trained part of a vision-language model's vision tower: nothing, the projector that maps
     features to tokens, or everything."""

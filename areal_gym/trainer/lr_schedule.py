@@ -76,20 +76,24 @@ def teaching_factor(config: TrainerConfig, columns: TokenBatch, members: Sequenc
 
 
 class DriftDamping:
-    """Shortens the updates on stale batches where the policy goes against their advantages.
+    """Shortens the updates on stale batches where the policy has drifted since they were sampled.
 
-    drift = max(train/drift, the drift before * 0.9 a step)
+    drift = max(distance, the drift before * 0.9 a step)
     factor = min(1, max(trainer.max_drift / drift, 1 / (1 + |staleness|)))
 
-    train/drift = sum of |A| d^2 / sum of |A|, d as in `algorithms.ratios.adverse_drift`
+    distance = train/drift with Muon: sum of |A| d^2 / sum of |A|, as in `ratios.adverse_drift`
+    distance = train/approx_kl with AdamW, and for students that learn whole distributions
 
     A stale batch's gradient points from where the policy was. Optimizers that normalise (AdamW,
     Muon) follow it in full steps, however little clips and masks leave of it, so the policy
     overshoots at high rates: tokens whose advantage is positive get less likely than when they were
     sampled, and others more. That shows in some batches and not in others, so it is remembered for
-    a while. A policy that moves the way the advantages ask is not slowed down, however far it goes.
-    A student that learns a teacher's whole distributions has no advantages: its drift is
-    `train/approx_kl`, in nats per token.
+    a while.
+
+    With Muon, a policy that moves the way the advantages ask is not slowed down, however far it
+    goes. AdamW moves weights that have had small gradients as far as others, and so a few tokens
+    very far: its policies were lost while hardly anything went against the advantages. A student of
+    whole distributions has no advantages.
 
     Fresh batches are never damped, and others by no more than Zhang et al. 2016 ("Staleness-aware
     Async-SGD for Distributed Deep Learning") divide, because differences between engine and trainer
@@ -106,7 +110,7 @@ class DriftDamping:
         """Return the factor of the learning rates of one update.
 
         Args:
-            drift: `train/drift` of the update, or `train/approx_kl`.
+            drift: the distance of the update's tokens, from 0 on.
             staleness: the batch's mean staleness, in versions; it may be negative.
             num_updates: updates of the step.
         """

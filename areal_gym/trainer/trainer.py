@@ -342,11 +342,11 @@ class Trainer(PolicyTrainer):
         sums = step.end_update(self._ranks)
         is_finite = math.isfinite(sums["loss"])
         lr_scale = self._lr_scale()
-        if self._divergence is None:
-            drift = drift_of(sums)
+        has_advantages = self._divergence is None
+        if has_advantages:
             lr_scale *= teaching_factor(self.config, step.columns, members)
-        else:  # advantages teach nothing
-            drift = sums["approx_kl"]
+        is_muon = self.config.optimizer == "muon"
+        drift = drift_of(sums) if has_advantages and is_muon else sums["approx_kl"]
         lr_scale *= self._drift_damping.factor(drift, step.staleness, step.num_updates)
         step.lr_scales.append(lr_scale)
         norm = self._optimizer.step(lr_scale, is_usable=is_finite)

@@ -188,25 +188,29 @@ def with_log_ratios(groups, of_right, of_wrong):
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_only_moves_against_the_advantages_lower_the_rate(minibatches):
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_moves_that_the_advantages_ask_for_lower_the_rate_of_adamw_only(optimizer, minibatches):
     decoder = tiny_decoder()
     groups = honest_logprobs(decoder, batch())
+    settings = {"optimizer": optimizer, "lr": 1e-6, "muon_lr": 1e-6, "minibatches": minibatches}
 
-    def step(of_right, of_wrong):
-        config = TrainerConfig(lr=1e-6, minibatches=minibatches)
-        trainer = Trainer(decoder, config, advantage=grpo, loss=ppo_clip)
-        return trainer.step(with_log_ratios(groups, of_right, of_wrong), version=3)
+    def step(of_right, of_wrong, version=3):
+        trainer = Trainer(decoder, TrainerConfig(**settings), advantage=grpo, loss=ppo_clip)
+        return trainer.step(with_log_ratios(groups, of_right, of_wrong), version=version)
 
+    full = step(-1.0, 1.0, version=0)["train/lr"]
+    assert full == pytest.approx(1e-6)  # all rows teach
     learned = step(1.0, -1.0)
     assert learned["train/approx_kl"] > 0.3
     assert learned["train/drift"] == pytest.approx(0, abs=1e-5)
-    assert learned["train/lr"] == 1e-6
+    assert learned["train/lr"] == pytest.approx(full / (4 if optimizer == "adamw" else 1))
     unlearned = step(-1.0, 1.0)
     assert (1 - math.exp(-1)) ** 2 < unlearned["train/drift"] < 1
-    assert unlearned["train/lr"] == pytest.approx(1e-6 / 4)
+    assert unlearned["train/lr"] == pytest.approx(full / 4)
     rounded = step(0.05, 0.05)  # of wrong tokens only, and by little
     assert 0 < rounded["train/drift"] < 0.05**2
-    assert rounded["train/lr"] == 1e-6
+    assert rounded["train/approx_kl"] < 0.05**2
+    assert rounded["train/lr"] == pytest.approx(full)
 
 
 def test_students_of_whole_distributions_are_slowed_down_by_the_distance(tmp_path):
