@@ -220,10 +220,11 @@ class TrainerConfig(Settings):
     """Gradients are clipped to this norm."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per step; the step's batch is split among them by group."""
-    max_drift: float | None = Field(0.006, gt=0, le=1)
+    max_drift: float | Literal["default"] | None = "default"
     """The drift of the policy since a batch was sampled, above which stale batches are trained at a
-    lower learning rate (docs/asynchrony.md): with Muon how far it went against the advantages
-    (`train/drift`), with AdamW any way (`train/approx_kl`, nats per token). null is off."""
+    lower learning rate (docs/asynchrony.md). With Muon it is how far the policy went against the
+    advantages (`train/drift`), by default at most 0.006; with AdamW how far in any way
+    (`train/approx_kl`, nats per token), 0.01. null is off."""
     vision: Literal["frozen", "projector", "full"] = "frozen"
     """The trained part of a vision-language model's vision tower: nothing, the projector that maps
     features to tokens, or everything."""
@@ -287,6 +288,8 @@ class TrainerConfig(Settings):
                 f"deviation, and trainer.advantage = {self.advantage!r} does; use "
                 f"trainer.algorithm={other}, or leave trainer.advantage out"
             )
+        if isinstance(self.max_drift, float) and not 0 < self.max_drift <= 1:
+            raise ValueError(f"trainer.max_drift = {self.max_drift}: from above 0 to 1, or null")
         if self.lora is not None and self.optimizer == "muon":
             raise ValueError(
                 "lora with optimizer = 'muon': Muon orthogonalises whole matrices, and an adapter "

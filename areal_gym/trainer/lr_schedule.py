@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
 from areal_gym.trainer.batch.experience import TokenBatch
+from areal_gym.trainer.step_stats import drift_of
 
 _MEMORY = 0.9
 """The share of the largest drift that still counts one step later."""
+_MEMORY_OF_KL = 0.8
+"""The same for the KL divergence and one update a step, where 0.9 slows AdamW down for too long."""
 
 
 def require_steps(config: TrainerConfig) -> None:
@@ -78,11 +81,13 @@ def teaching_factor(config: TrainerConfig, columns: TokenBatch, members: Sequenc
 class DriftDamping:
     """Shortens the updates on stale batches where the policy has drifted since they were sampled.
 
-    drift = max(distance, the drift before * 0.9 a step)
+    drift = max(distance, the drift before * memory)
     factor = min(1, max(trainer.max_drift / drift, 1 / (1 + |staleness|)))
 
     distance = train/drift with Muon: sum of |A| d^2 / sum of |A|, as in `ratios.adverse_drift`
     distance = train/approx_kl with AdamW, and for students that learn whole distributions
+
+    The memory is 0.9 a step; for the KL divergence with one update a step, 0.8.
 
     A stale batch's gradient points from where the policy was. Optimizers that normalise (AdamW,
     Muon) follow it in full steps, however little clips and masks leave of it, so the policy
@@ -102,15 +107,21 @@ class DriftDamping:
     The drift is not part of a checkpoint: the first stale batch of a resumed run shows it again.
     """
 
-    def __init__(self, config: TrainerConfig) -> None:
-        self._limit = config.max_drift
+    def __init__(self, config: TrainerConfig, *, has_advantages: bool = True) -> None:
+        self._is_kl = config.optimizer != "muon" or not has_advantages
+        default = 0.01 if self._is_kl else 0.006
+        self._limit = default if config.max_drift == "default" else config.max_drift
         self._drift = 0.0
+
+    def distance(self, sums: Mapping[str, float]) -> float:
+        """Return how far the policy is from the one that sampled; `sums` are of an update."""
+        return sums["approx_kl"] if self._is_kl else drift_of(sums)
 
     def factor(self, drift: float, staleness: float, num_updates: int) -> float:
         """Return the factor of the learning rates of one update.
 
         Args:
-            drift: the distance of the update's tokens, from 0 on.
+            drift: the `distance` of the update's tokens, from 0 on.
             staleness: the batch's mean staleness, in versions; it may be negative.
             num_updates: updates of the step.
         """
@@ -120,5 +131,6 @@ class DriftDamping:
         least = 1 / (1 + abs(staleness))
         if not math.isfinite(drift):
             return least
-        self._drift = max(drift, _MEMORY ** (1 / num_updates) * self._drift)
+        memory = _MEMORY_OF_KL if self._is_kl and num_updates == 1 else _MEMORY
+        self._drift = max(drift, memory ** (1 / num_updates) * self._drift)
         return 1.0 if self._drift <= self._limit else max(self._limit / self._drift, least)

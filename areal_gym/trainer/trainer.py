@@ -62,7 +62,7 @@ from areal_gym.trainer.row_passes import RowPasses, gather_rows
 from areal_gym.trainer.states import below, prefixed, room_for_moments
 from areal_gym.trainer.step_advantages import StepAdvantages
 from areal_gym.trainer.step_profiler import profiled
-from areal_gym.trainer.step_stats import Step, StepStats, drift_of, expert_metrics, router_agreement
+from areal_gym.trainer.step_stats import Step, StepStats, expert_metrics, router_agreement
 from areal_gym.trainer.teacher_divergence import TeacherDivergence, VocabularyTeacher
 from areal_gym.types import Group, TopTokens
 from areal_gym.utils.packed_numbers import Floats
@@ -133,7 +133,7 @@ class Trainer(PolicyTrainer):
         self._prepare_training()
         decoder.replays_experts = config.routing_replay
         self._engine_rounds = False
-        self._drift_damping = DriftDamping(config)
+        self._drift_damping = DriftDamping(config, has_advantages=teacher is None)
         self._last: Step | None = None
 
     def recompute_proximal(self) -> None:
@@ -342,11 +342,9 @@ class Trainer(PolicyTrainer):
         sums = step.end_update(self._ranks)
         is_finite = math.isfinite(sums["loss"])
         lr_scale = self._lr_scale()
-        has_advantages = self._divergence is None
-        if has_advantages:
+        if self._divergence is None:
             lr_scale *= teaching_factor(self.config, step.columns, members)
-        is_muon = self.config.optimizer == "muon"
-        drift = drift_of(sums) if has_advantages and is_muon else sums["approx_kl"]
+        drift = self._drift_damping.distance(sums)
         lr_scale *= self._drift_damping.factor(drift, step.staleness, step.num_updates)
         step.lr_scales.append(lr_scale)
         norm = self._optimizer.step(lr_scale, is_usable=is_finite)

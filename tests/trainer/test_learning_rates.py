@@ -124,7 +124,7 @@ def test_resuming_with_more_steps_says_what_becomes_of_the_rate(tmp_path):
 
 def test_rate_of_an_update_falls_where_the_policy_has_drifted():
     def factors(*cases, **settings):
-        damping = DriftDamping(TrainerConfig(**settings))
+        damping = DriftDamping(TrainerConfig(optimizer="muon", **settings))
         return [damping.factor(*case) for case in cases]
 
     assert factors((0.006, 9.0, 1), (0.012, 9.0, 1)) == [1, 0.5]
@@ -138,11 +138,29 @@ def test_rate_of_an_update_falls_where_the_policy_has_drifted():
     assert factors((0.0, -1.0, 1), (1.0, -1.0, 4)) == [1, 0.5]  # sampled by a policy to come
 
 
+@pytest.mark.parametrize("limit", [0, -1, 2])
+def test_limit_of_the_drift_is_a_share(limit):
+    with pytest.raises(ConfigError, match=f"trainer.max_drift = {limit}.0: from above 0 to 1"):
+        load_config(overrides=["env.id=tir", f"trainer.max_drift={limit}"])
+
+
 def test_drift_is_remembered_by_steps_and_not_by_updates():
-    damping = DriftDamping(TrainerConfig())
+    damping = DriftDamping(TrainerConfig(optimizer="muon"))
     assert [damping.factor(drift, 9.0, 4) for drift in (0.006, 0.012)] == [1, 0.5]
     later = [damping.factor(0.0, 9.0, 4) for _ in range(8)]  # two steps of four updates
     assert later[3::4] == pytest.approx([0.5 / 0.9, 0.5 / 0.81])
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_advantages"), [({}, True), ({"optimizer": "muon"}, False)]
+)
+def test_drift_of_adamw_and_of_students_is_the_kl_divergence(settings, has_advantages):
+    damping = DriftDamping(TrainerConfig(**settings), has_advantages=has_advantages)
+    assert damping.distance({"approx_kl": 0.02, "adverse_drift": 1, "advantage_size": 2}) == 0.02
+    assert [damping.factor(drift, 9.0, 1) for drift in (0.01, 0.02)] == [1, 0.5]
+    assert damping.factor(0.0, 9.0, 1) == pytest.approx(0.5 / 0.8)  # shorter than with updates
+    later = [damping.factor(0.02 * 0.8, 9.0, 4), *(damping.factor(0.0, 9.0, 4) for _ in range(4))]
+    assert later[-1] == pytest.approx(0.5 / 0.8 / 0.9)
 
 
 def first_step(version, minibatches=2, is_drifted=True, **settings):
