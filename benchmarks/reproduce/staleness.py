@@ -6,8 +6,8 @@
 
 Whole runs of `areal-gym train --env tir` from one warm start per seed: 8 groups of 8 episodes a
 step, the buffer kept full, so that the batches are as old as `rollout.max_staleness` (eta) lets
-them be; 60 is no bound, because that is how many steps there are. The synchronous run with the same
-updates a step and the same learning rate is beside each.
+them be. With `--eta 60` the rollouts run ahead without a bound, because no run has more steps than
+that. The synchronous run with the same updates a step and the same learning rate is beside each.
 Runs that FILE holds are not repeated, so an interrupted benchmark goes on.
 
 default    the settings as they are
