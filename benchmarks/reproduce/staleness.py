@@ -13,7 +13,8 @@ Runs that FILE holds are not repeated, so an interrupted benchmark goes on.
 default    the settings as they are
 full_rate  the decoupled objective at the full learning rate: `trainer.max_drift=null`
 naive      clips around the policy that sampled, full rate: `trainer.correction.proximal=recorded`
-m2po       M2PO's mask, full rate
+m2po       M2PO's mask, full rate: `trainer.correction.second_moment=0.04`
+icepop     tokens outside of [0.5, 5] masked, full rate
 
 rate       times the demonstration's (Muon, 3e-3 and 3e-4); with AdamW, times 1e-3
 held-out   sampled accuracy over 512 tasks at the end: mean over the seeds, the lowest
@@ -41,6 +42,10 @@ ARMS = {
     "full_rate": [_FULL],
     "naive": [_FULL, "trainer.correction.proximal=recorded"],
     "m2po": [_FULL, "trainer.correction.second_moment=0.04"],
+    "icepop": [
+        *(_FULL, "trainer.correction.action=mask"),
+        *("trainer.correction.lower=0.5", "trainer.correction.upper=5"),
+    ],
 }
 PAPER = "naive 42.0 41.8 40.0 23.3 35.7 35.8 34.0, decoupled - 42.1 41.8 42.2 41.0 38.7 36.9"
 _RATES = {"muon": {"lr": 3e-4, "muon_lr": 3e-3}, "adamw": {"lr": 1e-3}}
