@@ -1,4 +1,7 @@
-"""Factors of all learning rates: schedule, staleness, drift, and the share of rows that teach."""
+"""Factors of all learning rates: schedule, staleness, drift, and the share of rows that teach.
+
+And AdamW's momentum for stale batches.
+"""
 
 from __future__ import annotations
 
@@ -51,31 +54,40 @@ def lr_factor(config: TrainerConfig, num_steps: int) -> float:
     return schedule.min_ratio + (1 - schedule.min_ratio) * factor
 
 
-def teaching_factor(config: TrainerConfig, columns: TokenBatch, members: Sequence[int]) -> float:
+def teaching_factor(
+    config: TrainerConfig, columns: TokenBatch, members: Sequence[int], staleness: float
+) -> float:
     """Return the factor of the learning rates for rows of which only some have an advantage.
 
-    sqrt(rows with an advantage / rows) with Muon, 1 with the other optimizers
+    with Muon:   sqrt(rows with an advantage / rows)
+    with AdamW:  the same for stale batches, at least 1 / (1 + |staleness|)
 
     The better a policy is, the more groups have equal rewards, and therefore no gradient (Yu et al.
     2025, "DAPO", 3.2). Muon's steps have one length whatever the gradient's: a few rows move the
     policy as far as a whole batch does. The root is the rule for batch sizes of optimizers that
     normalise (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient
-    Algorithms"). AdamW divides by the size of earlier gradients, which were larger, so its steps
-    get shorter by themselves.
+    Algorithms"). AdamW's steps get shorter by themselves, because it divides by the size of earlier
+    gradients, but not those of the few batches that teach after many that did not.
 
     The factor is 1 where every row teaches without an advantage, by an entropy bonus or a KL
-    penalty, and where no row has one.
+    penalty, and where Muon has no row with one, because it does not step then. With AdamW it is 1
+    as well for fresh batches, and where `trainer.max_drift` is null.
 
     Args:
         config: the trainer's settings.
         columns: the batch, with advantages.
         members: the indexes of the update's rows.
+        staleness: the batch's mean staleness, in versions; it may be negative.
     """
-    if config.optimizer != "muon" or config.entropy_bonus > 0 or config.kl.coefficient > 0:
+    if config.entropy_bonus > 0 or config.kl.coefficient > 0:
+        return 1.0
+    is_muon = config.optimizer == "muon"
+    if not is_muon and (config.max_drift is None or not staleness):
         return 1.0
     advantages = (columns.take("advantages", [i]) for i in members)
     num_teaching = sum(bool((row_T != 0).any()) for row_T in advantages)
-    return math.sqrt(num_teaching / len(members)) if num_teaching else 1.0
+    factor = math.sqrt(num_teaching / len(members))
+    return (factor or 1.0) if is_muon else max(factor, 1 / (1 + abs(staleness)))
 
 
 class DriftDamping:
@@ -112,10 +124,39 @@ class DriftDamping:
         default = 0.01 if self._is_kl else 0.006
         self._limit = default if config.max_drift == "default" else config.max_drift
         self._drift = 0.0
+        self._has_momentum_rule = (
+            config.optimizer != "muon" and has_advantages and config.max_drift is not None
+        )
+        self._beta1 = self._lowest_beta1 = config.betas[0]
+        self._num_updates = 0
 
     def distance(self, sums: Mapping[str, float]) -> float:
         """Return how far the policy is from the one that sampled; `sums` are of an update."""
         return sums["approx_kl"] if self._is_kl else drift_of(sums)
+
+    def beta1(self, staleness: float) -> float:
+        """Return AdamW's first beta for the next update, on a batch of this mean staleness.
+
+        beta1 = max(0, 1 - (1 - trainer.betas[0]) (1 + |staleness|)), to one decimal
+
+        Gradients are forgotten 1 + |staleness| times as fast as those of fresh batches. Old
+        gradients act as momentum (Mitliagkas et al. 2016, "Asynchrony Begets Momentum"): with as
+        much of AdamW's own as synchronous runs have, the policy overshoots sooner, and more runs
+        are lost. Rounded, because compiled optimizers are compiled again for each value. Fresh
+        batches, Muon, students of whole distributions and `trainer.max_drift=null` have
+        `trainer.betas`.
+        """
+        beta1 = self._beta1
+        if not self._has_momentum_rule:
+            return beta1
+        if staleness:
+            beta1 = min(beta1, round(max(0.0, 1 - (1 - beta1) * (1 + abs(staleness))), 1))
+        self._num_updates += 1
+        self._lowest_beta1 = min(self._lowest_beta1, beta1)
+        # AdamW divides by 1 - beta1^t, which is for one beta: after a lower one, steps would be up
+        # to three times too long. So it rises only to where it makes a tenth.
+        ceiling = math.floor(10 * 0.1 ** (1 / self._num_updates)) / 10
+        return min(beta1, max(self._lowest_beta1, ceiling))
 
     def factor(self, drift: float, staleness: float, num_updates: int) -> float:
         """Return the factor of the learning rates of one update.

@@ -343,11 +343,12 @@ class Trainer(PolicyTrainer):
         is_finite = math.isfinite(sums["loss"])
         lr_scale = self._lr_scale()
         if self._divergence is None:
-            lr_scale *= teaching_factor(self.config, step.columns, members)
+            lr_scale *= teaching_factor(self.config, step.columns, members, step.staleness)
         drift = self._drift_damping.distance(sums)
         lr_scale *= self._drift_damping.factor(drift, step.staleness, step.num_updates)
         step.lr_scales.append(lr_scale)
-        norm = self._optimizer.step(lr_scale, is_usable=is_finite)
+        beta1 = self._drift_damping.beta1(step.staleness)
+        norm = self._optimizer.step(lr_scale, beta1=beta1, is_usable=is_finite)
         if self._critic is not None:
             critic_norm = self._critic.step(lr_scale, is_usable=math.isfinite(norm))
             step.totals.add("critic_grad_norm", torch.tensor(critic_norm))

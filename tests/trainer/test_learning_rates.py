@@ -249,6 +249,73 @@ def test_students_of_whole_distributions_are_slowed_down_by_the_distance(tmp_pat
     assert rate(1.0, -1.0) == pytest.approx(1e-6 / 4)  # whatever the rewards say of the moves
 
 
+def test_momentum_falls_with_the_age_of_a_batch():
+    def beta1(staleness, *, has_advantages=True, **settings):
+        damping = DriftDamping(TrainerConfig(**settings), has_advantages=has_advantages)
+        return damping.beta1(staleness)
+
+    ages = (0, 0.4, 1, 4, 8, 20)  # 1 - 0.1 (1 + age), to one decimal
+    assert [beta1(staleness) for staleness in ages] == [0.9, 0.9, 0.8, 0.5, 0.1, 0]
+    assert beta1(4.0, optimizer="adamw_8bit") == beta1(-4.0) == 0.5
+    assert beta1(0.01, betas=(0.95, 0.98)) == 0.9
+    assert beta1(0.0, betas=(0.95, 0.98)) == 0.95
+    assert beta1(0.01, betas=(0.56, 0.98)) == 0.56  # rounding never adds to it
+    for unchanged in ({"optimizer": "muon"}, {"max_drift": None}, {"has_advantages": False}):
+        assert beta1(4.0, **unchanged) == 0.9
+
+
+def test_momentum_rises_where_adamws_first_steps_stay_as_long():
+    """It divides them by 1 - beta1^t, which is too little after a lower beta1."""
+    damping = DriftDamping(TrainerConfig())
+    betas = [damping.beta1(staleness) for staleness in [0, 1, 5, *[0] * 20]]
+    assert betas[:3] == [0.9, 0.8, 0.4]
+    assert betas == [0.9, 0.8, 0.4, 0.5, 0.6, 0.6, *[0.7] * 4, *[0.8] * 11, 0.9, 0.9]
+    assert all(beta**step < 0.11 for step, beta in enumerate(betas[2:], start=3) if beta > 0.4)
+    assert damping.beta1(4) == 0.5
+    assert [DriftDamping(TrainerConfig()).beta1(0) for _ in range(3)] == [0.9] * 3
+
+
+def test_a_trainer_steps_with_the_momentum_of_its_batch(monkeypatch):
+    groups = batch()
+
+    def trained(version, *, beta1=None):
+        """A weight after two steps, with the trainer's momentum or a given one."""
+        decoder = tiny_decoder()
+        config = TrainerConfig(lr=1e-3)
+        trainer = Trainer(decoder, config, advantage=grpo, loss=ppo_clip)
+        with monkeypatch.context() as patch:
+            if beta1 is not None:
+                patch.setattr(DriftDamping, "beta1", lambda self, staleness: beta1)
+            for _ in range(2):
+                trainer.step(groups, version=version)
+        return decoder.model.layers[0].mlp.up_proj.weight
+
+    assert torch.equal(trained(3), trained(3, beta1=0.6))  # 1 - 0.1 * 4
+    assert not torch.equal(trained(3), trained(3, beta1=0.9))
+    assert torch.equal(trained(0), trained(0, beta1=0.9))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon"])
+def test_momentum_of_a_step_is_that_of_torch(optimizer):
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("torchao")
+    ours, theirs = (torch.nn.Linear(3, 3) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    config = TrainerConfig(optimizer=optimizer, lr=0.1, max_grad_norm=1e9)
+    optimizers = (
+        Optimizer(ours, config),
+        torch.optim.AdamW(theirs.parameters(), lr=0.1, betas=(0.6, 0.98), weight_decay=0),
+    )
+    for step in range(3):
+        inputs = torch.linspace(-1, step, 3)
+        for layer in (ours, theirs):
+            layer(inputs).square().sum().backward()
+        optimizers[0].step(beta1=0.6)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+
+
 # ---- rows without an advantage ------------------------------------------------------------------
 
 
@@ -267,10 +334,12 @@ def groups_of(*rewards):
 MIXED, SOLVED = (0.0, 0.1), (0.1, 0.1)
 
 
-def rate_of(*rewards, **settings):
+def rate_of(*rewards, version=0, **settings):
     config = TrainerConfig(**{"lr": 1e-3, "optimizer": "muon"} | settings)
-    trainer = Trainer(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
-    return trainer.step(groups_of(*rewards), version=0)["train/lr"]
+    decoder = tiny_decoder()
+    trainer = Trainer(decoder, config, advantage=grpo, loss=ppo_clip)
+    groups = honest_logprobs(decoder, groups_of(*rewards))  # no drift
+    return trainer.step(groups, version=version)["train/lr"]
 
 
 def test_muons_rate_is_the_root_of_the_share_of_rows_with_an_advantage():
@@ -281,6 +350,20 @@ def test_muons_rate_is_the_root_of_the_share_of_rows_with_an_advantage():
     assert rate_of(MIXED, SOLVED, SOLVED, SOLVED, minibatches=4) == 1e-3
     assert rate_of(MIXED, SOLVED, optimizer="adamw") == 1e-3
     assert rate_of(MIXED, SOLVED, entropy_bonus=0.01) == 1e-3
+
+
+def test_adamws_rate_is_the_same_root_for_stale_batches_only():
+    def rate(*rewards, version=8, **settings):
+        return rate_of(*rewards, version=version, optimizer="adamw", **settings)
+
+    assert rate(MIXED, MIXED) == 1e-3
+    assert rate(MIXED, SOLVED) == pytest.approx(1e-3 * math.sqrt(1 / 2))
+    assert rate(MIXED, SOLVED, SOLVED, SOLVED, version=1) == pytest.approx(1e-3 / 2)
+    assert rate(*[MIXED, *[SOLVED] * 8], version=1) == pytest.approx(1e-3 / 2)  # not a third
+    assert rate(SOLVED, SOLVED, version=3) == pytest.approx(1e-3 / 4)  # its momentum goes on
+    assert rate(MIXED, SOLVED, version=0) == 1e-3
+    assert rate(MIXED, SOLVED, max_drift=None) == 1e-3
+    assert rate(MIXED, SOLVED, entropy_bonus=0.01) == 1e-3
 
 
 def test_muon_stands_still_without_a_gradient():
