@@ -155,7 +155,7 @@ class DriftDamping:
         self._lowest_beta1 = min(self._lowest_beta1, beta1)
         # AdamW divides by 1 - beta1^t, which is for one beta: after a lower one, steps would be up
         # to three times too long. So it rises only to where it makes a tenth.
-        ceiling = math.floor(10 * 0.1 ** (1 / self._num_updates)) / 10
+        ceiling = math.floor(10 * math.pow(0.1, 1 / self._num_updates)) / 10
         return min(beta1, max(self._lowest_beta1, ceiling))
 
     def factor(self, drift: float, staleness: float, num_updates: int) -> float:

@@ -360,8 +360,9 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def make(settings: dict[str, Any], directory) -> Any:
+    # Gradients are read off AdamW's mean, so its beta1 has to be the same for stale batches.
     config = TrainerConfig.model_validate(
-        {"lr": 1e-12, "max_grad_norm": 1e9, "betas": (0.9, 0.98), **settings}
+        {"lr": 1e-12, "max_grad_norm": 1e9, "betas": (0.9, 0.98), "max_drift": None, **settings}
     )
     is_ranked = config.num_ranks > 1
     start = partial(ProcessTrainer, Trainer) if is_ranked else Trainer
