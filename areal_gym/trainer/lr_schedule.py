@@ -87,7 +87,12 @@ def teaching_factor(
     advantages = (columns.take("advantages", [i]) for i in members)
     num_teaching = sum(bool((row_T != 0).any()) for row_T in advantages)
     factor = math.sqrt(num_teaching / len(members))
-    return (factor or 1.0) if is_muon else max(factor, 1 / (1 + abs(staleness)))
+    return (factor or 1.0) if is_muon else max(factor, _least_factor(staleness))
+
+
+def _least_factor(staleness: float) -> float:
+    # After --from-step, episodes of the journal may be of versions that are to come.
+    return 1 / (1 + abs(staleness))
 
 
 class DriftDamping:
@@ -168,8 +173,7 @@ class DriftDamping:
         """
         if self._limit is None:
             return 1.0
-        # After --from-step, episodes of the journal may be of versions that are to come.
-        least = 1 / (1 + abs(staleness))
+        least = _least_factor(staleness)
         if not math.isfinite(drift):
             return least
         memory = _MEMORY_OF_KL if self._is_kl and num_updates == 1 else _MEMORY
