@@ -23,7 +23,10 @@ _DECIMAL = re.compile(r"-?\d*\.(\d{4,})")
 
 def are_same_expressions(a: str, b: str) -> bool:
     """Return whether two formulas (LaTeX, or plain: `2*sqrt(3)`) are equal; this may run long."""
+    import sympy.core.random
+
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    sympy.core.random.seed(0)  # it infers in a shuffled order, and a verdict is not left to chance
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -80,6 +83,10 @@ def _are_same(a: Any, b: Any, allowance: float) -> bool:
     if any(are_equations):
         return all(are_equations) and _are_same_equations(a, b)
     if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
+        # Of 84 - 8*oo*4 as it stands, sympy may infer that it is zero.
+        if any(side.has(sympy.oo, -sympy.oo) for side in (a, b)):
+            a, b = a.doit(), b.doit()
+            return bool(a == b) and not a.has(sympy.zoo, sympy.nan)
         verdict = _agree_at_points(a, b, allowance)
         if verdict is not None:
             return verdict
