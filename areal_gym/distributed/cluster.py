@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,6 +29,7 @@ from areal_gym.distributed.placement import (
     num_ranks_of,
 )
 from areal_gym.errors import ConfigError, InfrastructureError
+from areal_gym.utils.child_python import import_path
 
 _PLACE_S = 600.0  # autoscaling clusters take minutes to grow
 _PATIENCE_S = 5.0  # after that, the run says what it waits for
@@ -117,9 +117,7 @@ async def open_cluster(
                 _group=group,
                 _bundles=bundles,
                 # The processes of our own Ray import what this one imports.
-                _environment={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-                if is_local
-                else {},
+                _environment=import_path() if is_local else {},
             )
         finally:
             ray.util.remove_placement_group(group)

@@ -16,6 +16,7 @@ import signal
 import sys
 
 from areal_gym.sandbox.worker import kernel
+from areal_gym.utils.child_python import python_argv
 
 _SCRATCH = "/dev/shm"  # a folder that every Linux has, and that hides nothing
 _SCRATCH_MB = 64
@@ -25,7 +26,7 @@ _MAX_FILE_BYTES = 256 << 20
 
 def walled_argv(argv: list[str]) -> list[str]:
     """Return the command that runs `argv` inside the walls."""
-    return [sys.executable, "-m", __name__, *argv]
+    return python_argv("-m", __name__, *argv)
 
 
 def main() -> int:

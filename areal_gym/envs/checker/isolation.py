@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -25,6 +24,7 @@ from areal_gym.envs.checker.env_under_test import (
     play,
     play_async,
 )
+from areal_gym.utils.child_python import import_path, python_argv
 from areal_gym.utils.code_references import load_reference
 from areal_gym.utils.statistics import rss_mb
 
@@ -51,12 +51,12 @@ def check_processes(subject: EnvUnderTest) -> None:
     here = digest(subject.make, seeds)
     for hash_seed in ("1", "2"):
         process = subprocess.run(
-            [sys.executable, "-c", code, argument],
+            python_argv("-c", code, argument),
             env={
                 **os.environ,
                 **subject.make().process_variables,
                 "PYTHONHASHSEED": hash_seed,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                **import_path(),
             },
             capture_output=True,
             text=True,

@@ -39,6 +39,7 @@ from areal_gym.trainer.parallel.remote_trainer import (
     TrainerRecipe,
     readable,
 )
+from areal_gym.utils.child_python import import_path, python_argv
 from areal_gym.utils.statistics import rss_mb
 
 _END_S = 10.0
@@ -197,10 +198,10 @@ class _Worker:
             code = f"{rarely}; from {__name__} import main; main()"
             pipes = (theirs.fileno(), theirs_saved.fileno())
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code, *map(str, (rank, *pipes))],
+                python_argv("-c", code, *map(str, (rank, *pipes))),
                 stdin=subprocess.DEVNULL,
                 pass_fds=pipes,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=os.environ | import_path(),
                 # Ctrl-C is for this process only, which lets the workers finish their step.
                 start_new_session=True,
             )

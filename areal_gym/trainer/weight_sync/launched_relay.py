@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from areal_gym.errors import EngineError
+from areal_gym.utils.child_python import import_path, python_argv
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -36,7 +37,8 @@ class LaunchedRelay:
         self.directory = Path(tempfile.mkdtemp(prefix="areal-gym-relay-", dir=parent))
         arguments = ["--directory", str(self.directory), "--port", "0", "--temporary"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "areal_gym.engines.weight_relay", *arguments],
+            python_argv("-m", "areal_gym.engines.weight_relay", *arguments),
+            env=os.environ | import_path(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that Ctrl-C does not reach it
