@@ -1,7 +1,4 @@
-"""Factors of all learning rates: schedule, staleness, drift, and the share of rows that teach.
-
-And AdamW's momentum for stale batches.
-"""
+"""Factors of all learning rates: schedule, staleness, drift, and the share of rows that teach."""
 
 from __future__ import annotations
 
@@ -99,7 +96,8 @@ class DriftDamping:
     """Shortens the updates on stale batches where the policy has drifted since they were sampled.
 
     drift = max(distance, the drift before * memory)
-    factor = min(1, max(trainer.max_drift / drift, 1 / (1 + |staleness|)))
+    factor = min(most, max(trainer.max_drift / drift, 1 / (1 + |staleness|)))
+    most = 1 with Muon, 1 / sqrt(1 + |staleness|) with AdamW
 
     distance = train/drift with Muon: sum of |A| d^2 / sum of |A|, as in `ratios.adverse_drift`
     distance = train/approx_kl with AdamW, and for students that learn whole distributions
@@ -114,8 +112,9 @@ class DriftDamping:
 
     With Muon, a policy that moves the way the advantages ask is not slowed down, however far it
     goes. AdamW moves weights that have had small gradients as far as others, and so a few tokens
-    very far: its policies were lost while hardly anything went against the advantages. A student of
-    whole distributions has no advantages.
+    very far: its policies were lost while hardly anything went against the advantages, some without
+    any drift before. So its rate is lower for stale batches in any case. A student of whole
+    distributions has no advantages, and `most` is 1.
 
     Fresh batches are never damped, and others by no more than Zhang et al. 2016 ("Staleness-aware
     Async-SGD for Distributed Deep Learning") divide, because differences between engine and trainer
@@ -129,39 +128,11 @@ class DriftDamping:
         default = 0.01 if self._is_kl else 0.006
         self._limit = default if config.max_drift == "default" else config.max_drift
         self._drift = 0.0
-        self._has_momentum_rule = (
-            config.optimizer != "muon" and has_advantages and config.max_drift is not None
-        )
-        self._beta1 = self._lowest_beta1 = config.betas[0]
-        self._num_updates = 0
+        self._is_below_root_of_age = config.optimizer != "muon" and has_advantages
 
     def distance(self, sums: Mapping[str, float]) -> float:
         """Return how far the policy is from the one that sampled; `sums` are of an update."""
         return sums["approx_kl"] if self._is_kl else drift_of(sums)
-
-    def beta1(self, staleness: float) -> float:
-        """Return AdamW's first beta for the next update, on a batch of this mean staleness.
-
-        beta1 = max(0, 1 - (1 - trainer.betas[0]) (1 + |staleness|)), to one decimal
-
-        Gradients are forgotten 1 + |staleness| times as fast as those of fresh batches. Old
-        gradients act as momentum (Mitliagkas et al. 2016, "Asynchrony Begets Momentum"): with as
-        much of AdamW's own as synchronous runs have, the policy overshoots sooner, and more runs
-        are lost. Rounded, because compiled optimizers are compiled again for each value. Fresh
-        batches, Muon, students of whole distributions and `trainer.max_drift=null` have
-        `trainer.betas`.
-        """
-        beta1 = self._beta1
-        if not self._has_momentum_rule:
-            return beta1
-        if staleness:
-            beta1 = min(beta1, round(max(0.0, 1 - (1 - beta1) * (1 + abs(staleness))), 1))
-        self._num_updates += 1
-        self._lowest_beta1 = min(self._lowest_beta1, beta1)
-        # AdamW divides by 1 - beta1^t, which is for one beta: after a lower one, steps would be up
-        # to three times too long. So it rises only to where it makes a tenth.
-        ceiling = math.floor(10 * math.pow(0.1, 1 / self._num_updates)) / 10
-        return min(beta1, max(self._lowest_beta1, ceiling))
 
     def factor(self, drift: float, staleness: float, num_updates: int) -> float:
         """Return the factor of the learning rates of one update.
@@ -178,4 +149,5 @@ class DriftDamping:
             return least
         memory = _MEMORY_OF_KL if self._is_kl and num_updates == 1 else _MEMORY
         self._drift = max(drift, memory ** (1 / num_updates) * self._drift)
-        return 1.0 if self._drift <= self._limit else max(self._limit / self._drift, least)
+        most = math.sqrt(least) if self._is_below_root_of_age else 1.0
+        return max(least, min(most, self._limit / max(self._limit, self._drift)))

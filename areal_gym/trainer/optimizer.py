@@ -56,12 +56,8 @@ class Optimizer:
                 _groups(matrices, own_rates, config.muon_lr), weight_decay=config.weight_decay
             )
 
-    def step(
-        self, scale: float = 1.0, *, beta1: float | None = None, is_usable: bool = True
-    ) -> float:
+    def step(self, scale: float = 1.0, *, is_usable: bool = True) -> float:
         """Apply the gradients with learning rates times `scale`; return the gradient's norm.
-
-        `beta1` is AdamW's first beta of this step; by default it stays as it is.
 
         If the norm is not finite or the gradients are not usable, they are only cleared. Muon does
         not step on gradients of zero: the momentum alone would make it a whole step.
@@ -74,8 +70,6 @@ class Optimizer:
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
-                if beta1 is not None and kind != "muon":
-                    group["betas"] = (beta1, group["betas"][1])
             has_gradient = norm > 0 or kind != "muon"
             if is_usable and math.isfinite(norm) and has_gradient:
                 optimizer.step()

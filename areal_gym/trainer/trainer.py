@@ -347,8 +347,7 @@ class Trainer(PolicyTrainer):
         drift = self._drift_damping.distance(sums)
         lr_scale *= self._drift_damping.factor(drift, step.staleness, step.num_updates)
         step.lr_scales.append(lr_scale)
-        beta1 = self._drift_damping.beta1(step.staleness)
-        norm = self._optimizer.step(lr_scale, beta1=beta1, is_usable=is_finite)
+        norm = self._optimizer.step(lr_scale, is_usable=is_finite)
         if self._critic is not None:
             critic_norm = self._critic.step(lr_scale, is_usable=math.isfinite(norm))
             step.totals.add("critic_grad_norm", torch.tensor(critic_norm))
