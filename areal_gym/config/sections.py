@@ -213,7 +213,7 @@ class TrainerConfig(Settings):
     """Steps over which the learning rate grows to `lr`."""
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     betas: tuple[float, float] = (0.9, 0.98)
-    """AdamW's betas; the first is lower for stale batches (docs/asynchrony.md)."""
+    """AdamW's betas."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of either optimizer."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -224,7 +224,8 @@ class TrainerConfig(Settings):
     """The drift of the policy since a batch was sampled, above which stale batches are trained at a
     lower learning rate (docs/asynchrony.md). With Muon it is how far the policy went against the
     advantages (`train/drift`), by default at most 0.006; with AdamW how far in any way
-    (`train/approx_kl`, nats per token), 0.01. null trains stale batches like fresh ones."""
+    (`train/approx_kl`, nats per token), 0.01; its rate for stale batches is at most
+    1 / sqrt(1 + staleness) in any case. null trains stale batches like fresh ones."""
     vision: Literal["frozen", "projector", "full"] = "frozen"
     """The trained part of a vision-language model's vision tower: nothing, the projector that maps
     features to tokens, or everything."""

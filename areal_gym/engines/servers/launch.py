@@ -16,6 +16,7 @@ from typing import Protocol
 
 from areal_gym.engines.servers import process_guard as guard
 from areal_gym.errors import ConfigError, EngineError
+from areal_gym.utils.child_python import python_argv
 from areal_gym.utils.command_words import command_words
 from areal_gym.utils.http_servers.addresses import http_address, listen
 
@@ -111,7 +112,7 @@ class LaunchedServer:
         self.log = log or Path(tempfile.gettempdir(), name)
         self._is_log_kept = log is not None
         self._arguments = [
-            *(command_words(command) or [sys.executable, *recipe.python_arguments]),
+            *(command_words(command) or python_argv(*recipe.python_arguments)),
             *recipe.model_arguments(policy),
             *("--host", host, "--port", str(port)),
             *recipe.arguments,
